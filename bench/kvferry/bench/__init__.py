@@ -1,0 +1,1 @@
+"""Benchmarks that print the ceiling of the same run beside every figure."""

@@ -1,0 +1,1 @@
+"""Codecs turn a layer slice into fewer bytes and back."""

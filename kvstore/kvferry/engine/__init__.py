@@ -1,0 +1,1 @@
+"""The prefill/decode reference engine: correct and readable first."""

@@ -1,0 +1,1 @@
+"""Conformance suites and fakes, shipped so that third parties can use them."""

@@ -1,0 +1,1 @@
+"""The wire protocol: frames, messages, handshake, and the channel that carries them."""

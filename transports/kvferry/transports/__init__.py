@@ -1,0 +1,1 @@
+"""Transports move bytes between two processes, chosen by the scheme of a URL."""

@@ -1,0 +1,109 @@
+"""The transport contract: bytes between two processes, no messages.
+
+A transport is chosen by the scheme of a URL. Connections are blocking; every call has a deadline (an
+absolute ``time.monotonic()`` value). One thread may send while another receives; two senders, or two
+receivers, need the caller's own lock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from kvferry.core.buffers import Buf
+
+__all__ = ["Connection", "Listener", "Transport"]
+
+
+class Connection(ABC):
+    """A stream of bytes each way, reliable and in order."""
+
+    @property
+    @abstractmethod
+    def local_address(self) -> str:
+        """URL of this end, for messages and logs."""
+
+    @property
+    @abstractmethod
+    def peer_address(self) -> str:
+        """URL of the other end, for messages and logs."""
+
+    @abstractmethod
+    def send(self, parts: Sequence[Buf], deadline: float) -> None:
+        """Send the bytes of all ``parts`` in order; they may be reused when it returns.
+
+        Raises:
+            TransferTimeoutError: At the deadline. Some bytes may be gone: abort the connection.
+            ConnectionClosedError: If this end or the peer closed it.
+        """
+
+    @abstractmethod
+    def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
+        """Fill all ``views`` (flat, writable) in order, exactly.
+
+        Raises:
+            TransferTimeoutError: At the deadline. Some bytes may be taken: abort the connection.
+            ConnectionClosedError: If the stream ends first; the message says after how many bytes.
+        """
+
+    @abstractmethod
+    def wait_readable(self, deadline: float) -> bool:
+        """Wait until bytes, or the end of the stream, are there; ``False`` at the deadline."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the stream after what was sent has been handed over; a second call does nothing.
+
+        Wakes threads blocked in this connection with :class:`ConnectionClosedError`.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the stream at once, dropping what was not delivered; safe from any thread."""
+
+
+class Listener(ABC):
+    """Accepts connections on one address."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """The dialable URL that was bound: never a wildcard host, never port 0."""
+
+    @abstractmethod
+    def accept(self, deadline: float) -> Connection:
+        """The next connection.
+
+        Raises:
+            TransferTimeoutError: At the deadline.
+            ConnectionClosedError: If the listener was closed, also while waiting.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop listening, wake waiting threads; connections already made live on."""
+
+
+class Transport(ABC):
+    """Makes connections for one URL scheme."""
+
+    scheme: ClassVar[str]
+
+    @abstractmethod
+    def connect(self, address: str, deadline: float) -> Connection:
+        """Connect to ``address``.
+
+        Raises:
+            ConnectError: If it cannot be reached by the deadline; the message names the address.
+            ConfigError: If the address or one of its options is malformed.
+        """
+
+    @abstractmethod
+    def listen(self, address: str) -> Listener:
+        """Listen on ``address``; port 0 takes a free one.
+
+        Raises:
+            ConnectError: If it cannot be bound; the message names the address and the reason.
+            ConfigError: If the address is malformed.
+        """
