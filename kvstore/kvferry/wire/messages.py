@@ -48,7 +48,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t"):
 # ---- connection ------------------------------------------------------------------------------
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """First message of the connecting side.
 
     ``sent_at`` is its monotonic clock, from which the other side estimates the offset of the clocks.
@@ -64,7 +64,7 @@ class Hello(Message, tag="hello"):
     sent_at: float = 0.0
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """Answer to :class:`Hello`; ``checksum`` is on unless both sides asked for off."""
 
     version: int
@@ -77,7 +77,7 @@ class Welcome(Message, tag="welcome"):
     sent_at: float = 0.0
 
 
-class Failure(Message, tag="failure"):
+class Failure(Message, frozen=True, tag="failure"):
     """The request failed; ``code`` is that of a :class:`kvferry.core.errors.KVFerryError`."""
 
     code: str
@@ -85,11 +85,11 @@ class Failure(Message, tag="failure"):
     retryable: bool = False
 
 
-class Ping(Message, tag="ping"):
+class Ping(Message, frozen=True, tag="ping"):
     """Asks for a :class:`Pong`."""
 
 
-class Pong(Message, tag="pong"):
+class Pong(Message, frozen=True, tag="pong"):
     """Answers a :class:`Ping` with the peer's monotonic clock."""
 
     at: float = 0.0
@@ -137,7 +137,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 # ---- layer streaming -------------------------------------------------------------------------
 
 
-class BeginStream(Message, tag="begin_stream"):
+class BeginStream(Message, frozen=True, tag="begin_stream"):
     """Opens a stream of KV: the whole spec, the keys of the full blocks (32 bytes each), the tail.
 
     Blocks of a stream are numbered along the chain; block ``len(keys) / 32`` is the partial tail
@@ -152,7 +152,7 @@ class BeginStream(Message, tag="begin_stream"):
     timeout_s: float = 60.0
 
 
-class StreamReady(Message, tag="stream_ready"):
+class StreamReady(Message, frozen=True, tag="stream_ready"):
     """The receiver holds slots for ``missing`` (block numbers); it holds the other blocks already.
 
     ``ring`` is how many layer frames may be under way unacknowledged.
@@ -162,7 +162,7 @@ class StreamReady(Message, tag="stream_ready"):
     ring: int = 8
 
 
-class PutLayer(Message, tag="put_layer"):
+class PutLayer(Message, frozen=True, tag="put_layer"):
     """Payload: the layer slices of ``blocks`` in order, each whole and padded.
 
     The tail block sends only its ``tail_tokens`` rows of each tensor, unpadded.
@@ -172,19 +172,19 @@ class PutLayer(Message, tag="put_layer"):
     blocks: tuple[int, ...]
 
 
-class LayerAck(Message, tag="layer_ack"):
+class LayerAck(Message, frozen=True, tag="layer_ack"):
     """``count`` more layer frames are in place at the receiver."""
 
     count: int = 1
 
 
-class FinishStream(Message, tag="finish_stream"):
+class FinishStream(Message, frozen=True, tag="finish_stream"):
     """All layers of all missing blocks were sent."""
 
     handoff: Handoff
 
 
-class StreamDone(Message, tag="stream_done"):
+class StreamDone(Message, frozen=True, tag="stream_done"):
     """All KV is in place and published. ``wire_s`` is the receiver's busy time on the wire."""
 
     stored_blocks: int
@@ -193,7 +193,7 @@ class StreamDone(Message, tag="stream_done"):
     complete_at: float = 0.0
 
 
-class AbortStream(Message, tag="abort_stream"):
+class AbortStream(Message, frozen=True, tag="abort_stream"):
     """The sender gives up; nothing of the stream becomes visible."""
 
     reason: str = ""
@@ -202,11 +202,11 @@ class AbortStream(Message, tag="abort_stream"):
 # ---- engine: gateway and workers -------------------------------------------------------------
 
 
-class Describe(Message, tag="describe"):
+class Describe(Message, frozen=True, tag="describe"):
     """Asks a worker what it serves."""
 
 
-class Description(Message, tag="description"):
+class Description(Message, frozen=True, tag="description"):
     """What a worker serves, so that a gateway refuses a pair that does not fit before any request."""
 
     role: str
@@ -222,7 +222,7 @@ class Description(Message, tag="description"):
     max_prompt_tokens: int = 0
 
 
-class Prefill(Message, tag="prefill"):
+class Prefill(Message, frozen=True, tag="prefill"):
     """Gateway → prefill: compute ``tokens`` (payload: u32 little-endian), stream KV to ``kv_address``."""
 
     request: str
@@ -233,7 +233,7 @@ class Prefill(Message, tag="prefill"):
     timeout_s: float = 60.0
 
 
-class PrefillDone(Message, tag="prefill_done"):
+class PrefillDone(Message, frozen=True, tag="prefill_done"):
     """Prefill → gateway: all KV was taken over by decode. Times are on the worker's clock."""
 
     prompt_tokens: int
@@ -246,7 +246,7 @@ class PrefillDone(Message, tag="prefill_done"):
     kv_nbytes: int
 
 
-class Generate(Message, tag="generate"):
+class Generate(Message, frozen=True, tag="generate"):
     """Gateway → decode: expect ``stream`` and generate from it."""
 
     request: str
@@ -256,20 +256,20 @@ class Generate(Message, tag="generate"):
     timeout_s: float = 60.0
 
 
-class GenerateReady(Message, tag="generate_ready"):
+class GenerateReady(Message, frozen=True, tag="generate_ready"):
     """Decode → gateway: admitted; KV is expected at ``kv_address``."""
 
     kv_address: str
 
 
-class TokensOut(Message, tag="tokens"):
+class TokensOut(Message, frozen=True, tag="tokens"):
     """Decode → gateway: the next tokens, the first of them number ``index``."""
 
     index: int
     token_ids: tuple[int, ...]
 
 
-class Finished(Message, tag="finished"):
+class Finished(Message, frozen=True, tag="finished"):
     """Decode → gateway: the end of a generation. Times are on the worker's clock.
 
     ``reason`` is ``stop`` (a stop token) or ``length``.
@@ -284,7 +284,7 @@ class Finished(Message, tag="finished"):
     finished_at: float = 0.0
 
 
-class Cancel(Message, tag="cancel"):
+class Cancel(Message, frozen=True, tag="cancel"):
     """Gateway → worker: stop the request of this connection."""
 
 
