@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ __all__ = [
 ]
 
 PAGE_NBYTES = mmap.PAGESIZE
-Buf: TypeAlias = Buffer
+# numpy declares the buffer protocol for type checkers only from Python 3.12 on.
+Buf: TypeAlias = "Buffer | npt.NDArray[Any]"
 ByteArray: TypeAlias = "npt.NDArray[np.uint8]"
 
 
