@@ -46,7 +46,7 @@ def as_bytes_view(buf: Buf) -> memoryview:
     Raises:
         TypeError: If it is not contiguous.
     """
-    view = memoryview(buf)
+    view = buf.data if isinstance(buf, np.ndarray) else memoryview(buf)
     if view.ndim == 1 and view.format == "B":
         return view
     if view.nbytes == 0:

@@ -104,7 +104,7 @@ def block_keys(
     for m in spans:
         if m.first_token < 0 or m.token_count < 1:
             raise ConfigError(f"media span {m.first_token}+{m.token_count} is empty or negative")
-    data = memoryview(array.view(np.uint8))
+    data = array.view(np.uint8).data
     step = block_tokens * 4
     token_prefix = _U32.pack(step)
     head = _U32.pack(KEY_NBYTES)
