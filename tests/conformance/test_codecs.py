@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import zlib
+from typing import ClassVar
+
+import pytest
+
+from kvferry.codecs.base import Codec, CodecConfig
+from kvferry.codecs.raw import RawCodec
+from kvferry.core.errors import CodecError, CorruptBlockError
+from kvferry.core.spec import LayerSpec
+from kvferry.testing.codecs import CodecSuite
+
+
+class TestRawCodec(CodecSuite):
+    must_encode = ("kv_bf16", "mla", "padded", "scalar", "uint8", "empty")
+
+    def make_codec(self) -> Codec:
+        return RawCodec()
+
+
+class ZlibCodec(Codec):
+    """A codec with a variable encoded size and a parameter, to try the suite itself."""
+
+    codec_id: ClassVar[str] = "zlib"
+    lossless: ClassVar[bool] = True
+
+    def __init__(self, level: int = 1) -> None:
+        self.level = level
+
+    def max_encoded_nbytes(self, layer: LayerSpec, count: int = 1) -> int:
+        return layer.nbytes * count + (layer.nbytes * count >> 8) + 64
+
+    def encode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> int:
+        if layer.nbytes and len(src) % layer.nbytes:
+            raise CodecError("part of a slice")
+        data = zlib.compress(src, self.level)
+        if len(data) > len(dst):
+            raise CodecError("output too small")
+        dst[: len(data)] = data
+        return len(data)
+
+    def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
+        reader = zlib.decompressobj()
+        try:
+            data = reader.decompress(src, len(dst) + 1)
+        except zlib.error as exc:
+            raise CorruptBlockError(str(exc)) from exc
+        if len(data) != len(dst) or not reader.eof or reader.unused_data:
+            raise CorruptBlockError("not as long as what was encoded")
+        dst[:] = data
+
+    def config(self) -> CodecConfig:
+        return {"level": self.level}
+
+    @classmethod
+    def from_config(cls, config: CodecConfig) -> Codec:
+        if set(config) - {"level"}:
+            raise CodecError(f"unknown parameters {sorted(config)}")
+        return cls(int(config.get("level", 1)))
+
+
+class TestZlibCodec(CodecSuite):
+    def make_codec(self) -> Codec:
+        return ZlibCodec(6)
+
+
+class LyingCodec(ZlibCodec):
+    """Loses one bit; the suite must notice."""
+
+    def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
+        super().decode_into(src, layer, dst)
+        if len(dst):
+            dst[0] ^= 1
+
+
+class LyingSuite(CodecSuite):
+    def make_codec(self) -> Codec:
+        return LyingCodec()
+
+
+def test_the_suite_catches_a_codec_that_loses_a_bit() -> None:
+    with pytest.raises(AssertionError):
+        LyingSuite().test_round_trip("kv_bf16", "random", 1)
