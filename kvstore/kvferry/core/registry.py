@@ -1,0 +1,196 @@
+"""Plug-ins by name, over the entry points of installed distributions.
+
+In-tree plug-ins register as third-party ones do, in ``pyproject.toml``. Nothing is imported before it is
+asked for by name, so a plug-in whose requirements are not installed costs nothing and breaks nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar, cast
+
+from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPluginError
+from kvferry.core.nearest import did_you_mean
+
+__all__ = ["GROUPS", "PluginInfo", "Registry"]
+
+T = TypeVar("T")
+
+GROUPS = (
+    "kvferry.transports",
+    "kvferry.regions",
+    "kvferry.codecs",
+    "kvferry.tiers",
+    "kvferry.policies",
+    "kvferry.devices",
+)
+"""Every group of plug-ins that kvferry knows."""
+
+_LOCAL = "(this process)"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """What ``kvferry plugins`` shows of one plug-in."""
+
+    group: str
+    name: str
+    module: str
+    distribution: str
+    ok: bool
+    problem: str = ""
+    """What is missing and how to install it; empty when ``ok``."""
+
+
+class Registry(Generic[T]):
+    """The plug-ins of one group, by name.
+
+    Thread safe. ``T`` is what the entry points of the group refer to, usually a class
+    (``Registry[type[Transport]]``).
+
+    Args:
+        group: The entry-point group, one of :data:`GROUPS` or a name of the application's own.
+    """
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self._lock = threading.Lock()
+        self._points: dict[str, list[EntryPoint]] | None = None
+        self._loaded: dict[str, T] = {}
+        self._local: dict[str, T] = {}
+
+    def names(self) -> list[str]:
+        """The names of all plug-ins, also of those that cannot be loaded, sorted."""
+        with self._lock:
+            return sorted({*self._scan(), *self._local})
+
+    def load(self, name: str) -> T:
+        """The plug-in called ``name``; its module is imported by the first call.
+
+        Raises:
+            UnknownPluginError: No plug-in has that name; the message has the nearest name and all that exist.
+            PluginUnavailableError: It exists, but cannot be imported; the message has the pip command.
+            ConfigError: Two distributions claim the name; the message names both.
+        """
+        with self._lock:
+            if name in self._local:
+                return self._local[name]
+            if name in self._loaded:
+                return self._loaded[name]
+            points = self._scan().get(name)
+        if points is None:
+            raise self._unknown(name)
+        plugin = cast("T", _load(self._only(name, points)))
+        with self._lock:
+            return self._loaded.setdefault(name, plugin)
+
+    def register(self, name: str, plugin: T) -> None:
+        """Add a plug-in of this process, for applications and tests that install no distribution.
+
+        Raises:
+            ConfigError: If the name is taken; :meth:`unregister` frees a name registered here.
+        """
+        with self._lock:
+            points = self._scan().get(name, [])
+            if points or name in self._local:
+                owner = _distribution(points[0]) if points else _LOCAL
+                raise ConfigError(
+                    f"{self.group}: {name!r} is already registered by {owner}; choose another name"
+                )
+            self._local[name] = plugin
+
+    def unregister(self, name: str) -> None:
+        """Remove a plug-in that :meth:`register` added.
+
+        Raises:
+            UnknownPluginError: If this process did not register that name.
+        """
+        with self._lock:
+            if name in self._local:
+                del self._local[name]
+                return
+        raise UnknownPluginError(f"{self.group}: {name!r} was not registered by this process")
+
+    def describe(self) -> list[PluginInfo]:
+        """Every plug-in with its state, by name; imports each, since only that shows what is missing."""
+        with self._lock:
+            points = dict(self._scan())
+            local = dict(self._local)
+        found = [self._describe_one(name, group) for name, group in points.items()]
+        for name, plugin in local.items():
+            module = getattr(plugin, "__module__", type(plugin).__module__)
+            found.append(PluginInfo(self.group, name, module, _LOCAL, ok=True))
+        return sorted(found, key=lambda info: info.name)
+
+    def _describe_one(self, name: str, points: list[EntryPoint]) -> PluginInfo:
+        problem = ""
+        try:
+            self.load(name)
+        except ConfigError as error:
+            problem = str(error)
+        distributions = ", ".join(sorted({_distribution(point) for point in points}))
+        return PluginInfo(self.group, name, points[0].module, distributions, ok=not problem, problem=problem)
+
+    def _scan(self) -> dict[str, list[EntryPoint]]:
+        """Entry points by name, read once; the caller holds the lock."""
+        if self._points is None:
+            found: dict[str, list[EntryPoint]] = {}
+            for point in _entry_points(self.group):
+                same = found.setdefault(point.name, [])
+                # one distribution can be seen twice: its source tree and its installed metadata
+                if not any((p.value, _distribution(p)) == (point.value, _distribution(point)) for p in same):
+                    same.append(point)
+            self._points = found
+        return self._points
+
+    def _only(self, name: str, points: list[EntryPoint]) -> EntryPoint:
+        if len(points) == 1:
+            return points[0]
+        owners = " and ".join(f"{_distribution(p)} ({p.value})" for p in points)
+        raise ConfigError(f"{self.group}: {name!r} is claimed by {owners}; uninstall one of them")
+
+    def _unknown(self, name: str) -> UnknownPluginError:
+        names = self.names()
+        existing = f"existing: {', '.join(names)}" if names else "none is installed"
+        return UnknownPluginError(
+            f"{self.group}: no plug-in {name!r}{did_you_mean(name, names)} ({existing})"
+        )
+
+
+def _entry_points(group: str) -> Iterable[EntryPoint]:
+    return entry_points(group=group)
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "(unknown distribution)"
+
+
+def _load(point: EntryPoint) -> object:
+    """Import what an entry point refers to; whatever goes wrong there is mapped here, once."""
+    where = f"{point.group}: {point.name!r}"
+    try:
+        return point.load()
+    except ImportError as error:
+        missing = error.name or str(error)
+        raise PluginUnavailableError(f"{where} needs {missing}: {_pip_hint(point, error.name)}") from error
+    except Exception as error:  # third-party import code can raise anything, and must not take others along
+        reason = f"{type(error).__name__}: {error}"
+        raise PluginUnavailableError(
+            f"{where} of {_distribution(point)} cannot be loaded from {point.value}: {reason}"
+        ) from error
+
+
+def _pip_hint(point: EntryPoint, missing: str | None) -> str:
+    """How to install what is missing.
+
+    The extra comes from the entry point itself (``ucx = "module:Class [ucx]"``).
+    """
+    own = _distribution(point)
+    if point.extras:
+        return f"pip install '{own}[{','.join(point.extras)}]'"
+    if missing and missing.partition(".")[0] != point.module.partition(".")[0]:
+        return f"install the distribution that has the module {missing}"
+    return f"the installation of {own} is incomplete: pip install --force-reinstall {own}"
