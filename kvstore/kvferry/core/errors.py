@@ -23,6 +23,7 @@ __all__ = [
     "OverloadedError",
     "PluginUnavailableError",
     "ProtocolError",
+    "RequestCancelledError",
     "RequestError",
     "SpecMismatchError",
     "StoreError",
@@ -83,6 +84,12 @@ class OverloadedError(KVFerryError):
 
     code = "overloaded"
     retryable = True
+
+
+class RequestCancelledError(KVFerryError):
+    """The request was cancelled by its owner, who has no use for an answer."""
+
+    code = "cancelled"
 
 
 class AuthError(KVFerryError):

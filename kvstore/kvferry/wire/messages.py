@@ -34,6 +34,8 @@ __all__ = [
     "PutLayer",
     "RngState",
     "SamplingParams",
+    "Status",
+    "StatusReport",
     "StreamDone",
     "StreamReady",
     "TokensOut",
@@ -247,13 +249,18 @@ class PrefillDone(Message, frozen=True, tag="prefill_done"):
 
 
 class Generate(Message, frozen=True, tag="generate"):
-    """Gateway → decode: expect ``stream`` and generate from it."""
+    """Gateway → decode: expect ``stream`` and generate from it.
+
+    ``timeout_s`` bounds the whole generation, ``kv_timeout_s`` the time until all KV is there.
+    """
 
     request: str
     stream: str
     prompt_tokens: int
     sampling: SamplingParams
     timeout_s: float = 60.0
+    kv_timeout_s: float = 60.0
+    scope: KeyScope = KeyScope()
 
 
 class GenerateReady(Message, frozen=True, tag="generate_ready"):
@@ -272,7 +279,7 @@ class TokensOut(Message, frozen=True, tag="tokens"):
 class Finished(Message, frozen=True, tag="finished"):
     """Decode → gateway: the end of a generation. Times are on the worker's clock.
 
-    ``reason`` is ``stop`` (a stop token) or ``length``.
+    ``reason`` is ``stop`` (a stop token), ``length``, or ``cancelled`` (asked for by the gateway).
     """
 
     reason: str
@@ -285,7 +292,36 @@ class Finished(Message, frozen=True, tag="finished"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Gateway → worker: stop the request of this connection."""
+    """Gateway → worker: stop the request of this connection.
+
+    Decode answers with :class:`Finished` of reason ``cancelled`` if generation had begun, else both
+    workers answer with :class:`Failure` of code ``cancelled``.
+    """
+
+
+class Status(Message, frozen=True, tag="status"):
+    """Asks a worker how it stands."""
+
+
+class StatusReport(Message, frozen=True, tag="status_report"):
+    """How a worker stands: paged KV blocks, requests, and its in-memory store.
+
+    ``waiting`` counts requests that were taken but do not run yet, ``streams`` the KV streams open.
+    """
+
+    role: str
+    free_blocks: int
+    total_blocks: int
+    running: int = 0
+    waiting: int = 0
+    streams: int = 0
+    draining: bool = False
+    store_entries: int = 0
+    store_used_nbytes: int = 0
+    store_capacity_nbytes: int = 0
+    store_pinned_nbytes: int = 0
+    store_quarantined_nbytes: int = 0
+    store_leases: int = 0
 
 
 AnyMessage: TypeAlias = (
@@ -310,4 +346,6 @@ AnyMessage: TypeAlias = (
     | TokensOut
     | Finished
     | Cancel
+    | Status
+    | StatusReport
 )
