@@ -124,9 +124,17 @@ class TransferTimeoutError(TransportError, TimeoutError):
 
 
 class ProtocolError(KVFerryError):
-    """A peer (or, on the sending side, this process) broke the wire protocol."""
+    """A peer, or this process, broke the wire protocol.
+
+    Attributes:
+        remote: Whether it was the peer (its bytes were wrong); else it is a mistake of this process.
+    """
 
     code = "protocol"
+
+    def __init__(self, message: str = "", *, remote: bool = False) -> None:
+        super().__init__(message)
+        self.remote = remote
 
 
 class CodecError(KVFerryError):

@@ -1,1 +1,23 @@
 """The wire protocol: frames, messages, handshake, and the channel that carries them."""
+
+from kvferry.wire.channel import Channel
+from kvferry.wire.incoming import Incoming
+from kvferry.wire.options import ChannelOptions, Peer, process_epoch
+from kvferry.wire.pool import ChannelPool
+from kvferry.wire.protocol import MIN_VERSION, VERSION, Limits, Versions, WireProtocol
+from kvferry.wire.server import ChannelServer
+
+__all__ = [
+    "MIN_VERSION",
+    "VERSION",
+    "Channel",
+    "ChannelOptions",
+    "ChannelPool",
+    "ChannelServer",
+    "Incoming",
+    "Limits",
+    "Peer",
+    "Versions",
+    "WireProtocol",
+    "process_epoch",
+]

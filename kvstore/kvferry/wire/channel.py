@@ -1,0 +1,499 @@
+"""A connection that carries messages: the one place where protocol and connection meet."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import xxhash
+
+from kvferry import transports
+from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.clock import deadline_in, earliest, is_past, time_left
+from kvferry.core.errors import (
+    ConnectError,
+    ConnectionClosedError,
+    CorruptBlockError,
+    KVFerryError,
+    ProtocolError,
+    TransferTimeoutError,
+    error_from_code,
+)
+from kvferry.transports.base import Connection
+from kvferry.wire.incoming import Incoming
+from kvferry.wire.messages import Failure, Hello, Message, Welcome
+from kvferry.wire.options import ChannelOptions, Peer
+from kvferry.wire.payload import hash_into, pieces_of
+from kvferry.wire.protocol import (
+    TRAILER_NBYTES,
+    MessageReceived,
+    Side,
+    State,
+    TrailerReceived,
+    WireProtocol,
+    printable,
+)
+
+__all__ = ["Channel", "Incoming"]
+
+M = TypeVar("M", bound=Message)
+
+_META_PIECE_NBYTES = 64 << 10
+_FAILURE_TIMEOUT_S = 1.0
+
+
+class Channel:
+    """One connection after its handshake.
+
+    One thread may receive while others send (sends take turns); :meth:`abort` may be called from any
+    thread and wakes the others with :class:`ConnectionClosedError`. After any exception inside a frame
+    the connection is aborted, since both ends no longer agree where the next frame starts.
+
+    Made by :meth:`connect` and :meth:`accept` only.
+    """
+
+    def __init__(self, connection: Connection, protocol: WireProtocol, options: ChannelOptions) -> None:
+        self._connection = connection
+        self._protocol = protocol
+        self._options = options
+        self._send_lock = threading.Lock()
+        self._receive_lock = threading.Lock()
+        self._pending: Incoming | None = None
+        self._peer: Peer | None = None
+        self._next_request = 0
+        self._closed = False
+        self._failure_received = False
+        self._waiting = False
+        self._last_activity = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"<Channel to {self.address} {self._protocol.state.value}>"
+
+    # ---- making one --------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, address: str, options: ChannelOptions, deadline: float) -> Channel:
+        """Connect to ``address`` and shake hands.
+
+        Args:
+            address: URL of a :class:`kvferry.wire.ChannelServer`.
+            options: What to say and accept; ``hello_timeout_s`` bounds the whole handshake.
+            deadline: By which it is done, connection included.
+
+        Raises:
+            ConnectError: If there is no connection or no complete handshake in time.
+            ProtocolError: If the peer speaks something else, or no common version.
+            ConfigError: If the address is malformed.
+            KVFerryError: Of the kind with which the peer refused.
+        """
+        return cls.open(transports.connect(address, deadline), options, deadline)  # type: ignore[attr-defined]
+
+    @classmethod
+    def open(cls, connection: Connection, options: ChannelOptions, deadline: float) -> Channel:
+        """Shake hands as the client on a connection that was made already; otherwise as :meth:`connect`."""
+        channel = cls(connection, options.protocol(Side.CLIENT, connection.peer_address), options)
+        limit = earliest(deadline, deadline_in(options.hello_timeout_s))
+        with channel._handshake(limit):
+            channel._say_hello(limit)
+        return channel
+
+    @classmethod
+    def accept(cls, connection: Connection, options: ChannelOptions, deadline: float) -> Channel:
+        """Shake hands on a connection that a listener accepted.
+
+        A peer that speaks the protocol but cannot be served (no common version) is told so.
+
+        Raises:
+            ConnectError: If the handshake is not complete in time, or the peer left.
+            ProtocolError: If the peer speaks something else, or no common version.
+        """
+        channel = cls(connection, options.protocol(Side.SERVER, connection.peer_address), options)
+        limit = earliest(deadline, deadline_in(options.hello_timeout_s))
+        with channel._handshake(limit):
+            channel._await_hello(limit)
+        return channel
+
+    @classmethod
+    def refuse(cls, connection: Connection, options: ChannelOptions, error: KVFerryError) -> None:
+        """Hear the peer's hello, answer with ``error`` and close; never raises, takes at most 1 s."""
+        channel = cls(connection, options.protocol(Side.SERVER, connection.peer_address), options)
+        limit = deadline_in(min(_FAILURE_TIMEOUT_S, options.hello_timeout_s))
+        try:
+            # Heard first: closing a socket with unread bytes may discard the answer on its way.
+            channel._read_message(limit)
+            channel._send_frame(_failure(error), [], limit, 0)
+            connection.close()
+        except KVFerryError:
+            connection.abort()
+
+    @contextmanager
+    def _handshake(self, limit: float) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        except TransferTimeoutError as error:
+            self.abort()
+            raise ConnectError(
+                f"{self.address}: no handshake within {limit - started:.3g} s; is it a kvferry port?"
+            ) from error
+        except ConnectionClosedError as error:
+            self.abort()
+            raise ConnectError(f"{self.address}: connection closed during the handshake: {error}") from error
+        except ProtocolError as error:
+            self._tell_refusal(error, limit)
+            self.abort()
+            raise
+        except BaseException:
+            self.abort()
+            raise
+
+    def _tell_refusal(self, error: ProtocolError, limit: float) -> None:
+        """Answer a peer that did send a hello; whoever sent garbage gets nothing."""
+        if self._protocol.side is Side.SERVER and self._protocol.state is State.OFFERED:
+            try:
+                self._send_frame(_failure(error), [], limit, 0)
+                self._connection.close()
+            except KVFerryError:
+                self.abort()
+
+    def _say_hello(self, limit: float) -> None:
+        options = self._options
+        sent_at = time.monotonic()
+        hello = Hello(
+            min_version=options.versions.lowest,
+            max_version=options.versions.highest,
+            session=options.session,
+            role=options.role,
+            capabilities=options.capabilities,
+            credential=options.credential,
+            checksum=options.checksum,
+            sent_at=sent_at,
+        )
+        self._send_frame(hello, [], limit, 0)
+        message = self._read_message(limit).message
+        now = time.monotonic()
+        if isinstance(message, Failure):
+            raise self._error_of(message)
+        assert isinstance(message, Welcome)
+        # NTP's formula (RFC 5905, section 8): the error is half of the time that was spent on the way.
+        there, back = message.received_at - sent_at, message.sent_at - now
+        self._peer = Peer(
+            address=self.address,
+            role=message.role,
+            session=message.session,
+            epoch=message.epoch,
+            version=message.version,
+            capabilities=message.capabilities,
+            clock_offset=(there + back) / 2,
+            clock_error=abs(there - back) / 2,
+        )
+
+    def _await_hello(self, limit: float) -> None:
+        options = self._options
+        hello = self._read_message(limit).message
+        received_at = time.monotonic()
+        assert isinstance(hello, Hello)
+        self._peer = Peer(
+            address=self.address,
+            role=hello.role,
+            session=hello.session,
+            epoch="",
+            version=self._protocol.version,
+            capabilities=hello.capabilities,
+            clock_offset=hello.sent_at - received_at,
+            clock_error=math.inf,
+            credential=hello.credential,
+        )
+        welcome = Welcome(
+            version=self._protocol.version,
+            session=options.session,
+            epoch=options.epoch,
+            role=options.role,
+            capabilities=options.capabilities,
+            checksum=self._protocol.checksum,
+            received_at=received_at,
+            sent_at=time.monotonic(),
+        )
+        self._send_frame(welcome, [], limit, 0)
+
+    # ---- properties --------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """URL of the other end."""
+        return self._connection.peer_address
+
+    @property
+    def peer(self) -> Peer:
+        """The other end, as it described itself."""
+        assert self._peer is not None, "made by connect() and accept() only"
+        return self._peer
+
+    @property
+    def checksum(self) -> bool:
+        """Whether payloads carry a checksum on this connection."""
+        return self._protocol.checksum
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end was closed, or aborted after an error."""
+        return self._closed
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another request may be made: no frame is open, and the peer reported no failure."""
+        return not (
+            self._closed or self._failure_received or self._pending is not None or self._protocol.in_frame
+        )
+
+    @property
+    def idle_s(self) -> float:
+        """For how many seconds a thread has been waiting for a frame with nothing moving; else 0."""
+        return time.monotonic() - self._last_activity if self._waiting else 0.0
+
+    # ---- sending -----------------------------------------------------------------------------
+
+    def send(
+        self, message: Message, payload: Sequence[Buf] = (), *, deadline: float, request_id: int = 0
+    ) -> None:
+        """Send one frame.
+
+        Args:
+            message: What to send.
+            payload: Its payload, scattered; may be reused when the call returns.
+            deadline: By which everything was handed to the transport.
+            request_id: Echoed by the peer in its answer.
+
+        Raises:
+            ProtocolError: If the message may not be sent or is over a limit; nothing was sent, and the
+                channel stays usable.
+            TransferTimeoutError: At the deadline; the connection is aborted if the frame had begun.
+            ConnectionClosedError: If this end or the peer closed it.
+        """
+        views = [view for view in map(as_bytes_view, payload) if len(view)]
+        if not self._send_lock.acquire(timeout=time_left(deadline)):
+            raise TransferTimeoutError(f"{self.address}: another thread was sending until the deadline")
+        try:
+            self._send_frame(message, views, deadline, request_id)
+        finally:
+            self._send_lock.release()
+
+    def reply(
+        self, request: Incoming, message: Message, payload: Sequence[Buf] = (), *, deadline: float
+    ) -> None:
+        """Send the answer to ``request``; otherwise as :meth:`send`."""
+        self.send(message, payload, deadline=deadline, request_id=request.request_id)
+
+    def send_failure(self, error: KVFerryError, *, deadline: float, request_id: int = 0) -> None:
+        """Tell the peer of ``error``; the errors are those of :meth:`send`."""
+        self.send(_failure(error), deadline=deadline, request_id=request_id)
+
+    def _send_frame(
+        self, message: Message, views: list[memoryview], deadline: float, request_id: int
+    ) -> None:
+        head: list[Buf] = [*self._protocol.encode(message, total_nbytes(views), request_id)]
+        with self._frame():
+            if not (views and self._protocol.checksum):
+                self._connection.send([*head, *views], deadline)
+                return
+            digest = xxhash.xxh3_64()
+            last: list[memoryview] = []
+            for piece in pieces_of(views):
+                if last:
+                    self._connection.send([*head, *last], deadline)
+                    hash_into(digest, last)
+                    head = []
+                last = piece
+            # The last piece is hashed first, so that it leaves together with the trailer.
+            hash_into(digest, last)
+            self._connection.send([*head, *last, self._protocol.trailer(digest.intdigest())], deadline)
+
+    # ---- receiving ---------------------------------------------------------------------------
+
+    def receive(self, deadline: float) -> Incoming:
+        """The next frame. Its payload, if any, must be read or discarded before the next one.
+
+        Raises:
+            TransferTimeoutError: At the deadline; the connection is aborted.
+            ConnectionClosedError: If this end or the peer closed it.
+            ProtocolError: If the peer broke the protocol (the connection is aborted), or if the payload
+                of the last frame is still unread (nothing is changed).
+        """
+        with self._only_receiver():
+            self._check_no_pending()
+            self._waiting = True
+            try:
+                return self._read_message(deadline)
+            finally:
+                self._waiting = False
+
+    def receive_idle(self, deadline: float) -> Incoming | None:
+        """The next frame, or ``None`` if none began to arrive by the deadline; the channel stays good.
+
+        A frame that has begun is given ``frame_timeout_s`` of the options to complete its message, so
+        the call may return that much after its deadline. Raises as :meth:`receive`.
+        """
+        with self._only_receiver():
+            self._check_no_pending()
+            self._waiting = True
+            try:
+                if not self._connection.wait_readable(deadline):
+                    return None
+                return self._read_message(max(deadline, deadline_in(self._options.frame_timeout_s)))
+            finally:
+                self._waiting = False
+
+    def expect(self, reply_type: type[M], deadline: float, *, request_id: int = 0) -> M:
+        """The next frame, which must be a ``reply_type`` without payload.
+
+        Raises:
+            KVFerryError: Of the kind that the peer's ``Failure`` names, with the peer's address.
+            ProtocolError: If it is another message, or answers another request; connection aborted.
+        """
+        incoming = self.receive(deadline)
+        message = incoming.message
+        if request_id and incoming.request_id not in (0, request_id):
+            self.abort()
+            raise ProtocolError(
+                f"{self.address} answered request {incoming.request_id}, asked was {request_id}", remote=True
+            )
+        if isinstance(message, Failure):
+            raise self._error_of(message)
+        if not isinstance(message, reply_type) or incoming.payload_nbytes:
+            self.abort()
+            raise ProtocolError(
+                f"{self.address} answered with {type(message).__name__} and {incoming.payload_nbytes} "
+                f"payload bytes, expected was {reply_type.__name__} without payload",
+                remote=True,
+            )
+        return message
+
+    def call(
+        self, message: Message, reply_type: type[M], *, payload: Sequence[Buf] = (), deadline: float
+    ) -> M:
+        """Send ``message`` and wait for its answer; for channels on which nothing else is under way.
+
+        Returns:
+            The answer. A peer that serves one request at a time may leave its request id 0.
+
+        Raises:
+            KVFerryError: As :meth:`send` and :meth:`expect`.
+        """
+        self._next_request += 1
+        self.send(message, payload, deadline=deadline, request_id=self._next_request)
+        return self.expect(reply_type, deadline, request_id=self._next_request)
+
+    def readable(self) -> bool:
+        """Whether bytes, or the end of the stream, are there now."""
+        return self._connection.wait_readable(time.monotonic())
+
+    def _read_message(self, deadline: float) -> Incoming:
+        protocol = self._protocol
+        started_at = 0.0
+        with self._frame():
+            while True:
+                piece = bytearray(min(protocol.wanted, _META_PIECE_NBYTES))
+                self._connection.recv_into([memoryview(piece)], deadline)
+                started_at = started_at or time.monotonic()
+                event = protocol.receive(piece)
+                if isinstance(event, MessageReceived):
+                    break
+        self._last_activity = time.monotonic()
+        if isinstance(event.message, Failure):
+            self._failure_received = True
+        incoming = Incoming(self, event, started_at)
+        self._pending = incoming if event.payload_nbytes else None
+        return incoming
+
+    def read_payload(
+        self, incoming: Incoming, pieces: Iterator[list[memoryview]], deadline: float, *, verify: bool
+    ) -> None:
+        """Fill ``pieces``, which hold the whole payload, then take the trailer."""
+        event = incoming.event
+        trailer = memoryview(bytearray(TRAILER_NBYTES if event.has_trailer else 0))
+        digest = xxhash.xxh3_64()
+        left = event.payload_nbytes
+        with self._only_receiver(), self._frame():
+            for piece in pieces:
+                left -= total_nbytes(piece)
+                tail = [trailer] if left == 0 and event.has_trailer else []
+                self._connection.recv_into([*piece, *tail], deadline)
+                if verify and event.has_trailer:
+                    hash_into(digest, piece)
+            self._protocol.payload_taken()
+            self._pending = None
+            found = self._protocol.receive(trailer) if event.has_trailer else None
+            if verify and isinstance(found, TrailerReceived) and found.digest != digest.intdigest():
+                raise CorruptBlockError(
+                    f"{self.address}: payload of {type(event.message).__name__} "
+                    f"({event.payload_nbytes} bytes, request {event.request_id}) has xxh3_64 "
+                    f"{digest.intdigest():016x}, sent was {found.digest:016x}; connection aborted"
+                )
+        self._last_activity = time.monotonic()
+
+    def holds_payload_of(self, incoming: Incoming) -> bool:
+        """Whether the payload of ``incoming`` is the next thing in the connection."""
+        return self._pending is incoming
+
+    def _check_no_pending(self) -> None:
+        if self._pending is not None:
+            raise ProtocolError(
+                f"{self.address}: {self._pending.payload_nbytes} payload bytes of the last "
+                f"{type(self._pending.message).__name__} must be read or discarded first"
+            )
+
+    @contextmanager
+    def _only_receiver(self) -> Iterator[None]:
+        if not self._receive_lock.acquire(blocking=False):
+            raise ProtocolError(f"{self.address}: two threads receive from one channel")
+        try:
+            yield
+        finally:
+            self._receive_lock.release()
+
+    # ---- ending ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _frame(self) -> Iterator[None]:
+        """Abort the connection on any exception: half a frame is on the way or taken."""
+        try:
+            yield
+        except BaseException:
+            if self._peer is not None:  # before that the handshake ends it, with a word to the peer
+                self.abort()
+            raise
+        self._last_activity = time.monotonic()
+
+    def linger(self, deadline: float) -> None:
+        """Read and drop what the peer still sends, until it closes or the deadline; never raises.
+
+        For a side that has sent its last message: closing with unread bytes may discard that message.
+        """
+        try:
+            if self._pending is not None:
+                self._pending.discard(deadline)
+            while not is_past(deadline):
+                self.receive(deadline).discard(deadline)
+        except KVFerryError:
+            return  # closed by the peer, as hoped, or aborted
+
+    def close(self) -> None:
+        """End the connection after what was sent has been handed over; a second call does nothing."""
+        self._closed = True
+        self._connection.close()
+
+    def abort(self) -> None:
+        """End the connection at once; wakes threads that use it. Safe from any thread."""
+        self._closed = True
+        self._connection.abort()
+
+    def _error_of(self, failure: Failure) -> KVFerryError:
+        return error_from_code(failure.code, f"{self.address}: {printable(failure.message, 4000)}")
+
+
+def _failure(error: KVFerryError) -> Failure:
+    return Failure(code=error.code, message=str(error)[:4000], retryable=error.retryable)

@@ -1,0 +1,97 @@
+"""A received frame whose payload still waits in the connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from kvferry.core.buffers import as_bytes_view, total_nbytes
+from kvferry.core.errors import ProtocolError
+from kvferry.wire.payload import pieces_of, scratch_pieces
+from kvferry.wire.protocol import MessageReceived
+
+__all__ = ["Incoming", "PayloadSource"]
+
+
+class PayloadSource(Protocol):
+    """What an :class:`Incoming` needs of its channel."""
+
+    @property
+    def address(self) -> str:
+        """URL of the other end."""
+        ...
+
+    def holds_payload_of(self, incoming: Incoming) -> bool:
+        """Whether the payload of ``incoming`` is the next thing in the connection."""
+        ...
+
+    def read_payload(
+        self, incoming: Incoming, pieces: Iterator[list[memoryview]], deadline: float, *, verify: bool
+    ) -> None:
+        """Fill ``pieces``, which hold the whole payload, then take the trailer."""
+        ...
+
+
+class Incoming:
+    """A frame that was received; its payload waits in the connection.
+
+    Attributes:
+        message: The message.
+        payload_nbytes: Bytes of its payload.
+        request_id: To be echoed in the answer.
+        started_at: Monotonic time at which the frame began to arrive.
+    """
+
+    __slots__ = ("_channel", "event", "message", "payload_nbytes", "request_id", "started_at")
+
+    def __init__(self, channel: PayloadSource, event: MessageReceived, started_at: float) -> None:
+        self._channel = channel
+        self.event = event
+        self.message = event.message
+        self.payload_nbytes = event.payload_nbytes
+        self.request_id = event.request_id
+        self.started_at = started_at
+
+    def __repr__(self) -> str:
+        return f"<Incoming {type(self.message).__name__} #{self.request_id} +{self.payload_nbytes} bytes>"
+
+    def read_into(self, views: Sequence[memoryview], deadline: float) -> None:
+        """Receive the payload into ``views``, in order.
+
+        Args:
+            views: Writable contiguous memory of ``payload_nbytes`` bytes in all. What they hold after
+                an exception is undefined.
+            deadline: By which it is done.
+
+        Raises:
+            ProtocolError: If the views do not fit or the payload was taken already; nothing was
+                received, and the channel stays usable.
+            CorruptBlockError: If the checksum does not match; the connection is aborted.
+            TransferTimeoutError: At the deadline; the connection is aborted.
+            ConnectionClosedError: If the stream ends first.
+        """
+        flat = [view for view in map(as_bytes_view, views) if len(view)]
+        if total_nbytes(flat) != self.payload_nbytes or any(view.readonly for view in flat):
+            raise ProtocolError(
+                f"{self._channel.address}: payload of {type(self.message).__name__} has "
+                f"{self.payload_nbytes} bytes, to be received into {total_nbytes(flat)} writable ones"
+            )
+        self._take(pieces_of(flat), deadline, verify=True)
+
+    def discard(self, deadline: float) -> None:
+        """Receive the payload and drop it; does nothing if there is none or it was taken already.
+
+        The checksum is not compared, and memory use does not depend on the size. Raises as
+        :meth:`read_into`.
+        """
+        if self._channel.holds_payload_of(self):
+            self._take(scratch_pieces(self.payload_nbytes), deadline, verify=False)
+
+    def _take(self, pieces: Iterator[list[memoryview]], deadline: float, *, verify: bool) -> None:
+        if not self.payload_nbytes:
+            return
+        if not self._channel.holds_payload_of(self):
+            raise ProtocolError(
+                f"{self._channel.address}: payload of {type(self.message).__name__} was taken already"
+            )
+        self._channel.read_payload(self, pieces, deadline, verify=verify)

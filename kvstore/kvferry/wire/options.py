@@ -1,0 +1,82 @@
+"""What the two ends of a channel say of themselves."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from dataclasses import dataclass, field
+
+from kvferry.wire.protocol import SUPPORTED, Limits, Side, Versions, WireProtocol
+
+__all__ = ["ChannelOptions", "Peer", "process_epoch"]
+
+
+@functools.cache
+def process_epoch() -> str:
+    """A random name of this run of this process; a peer that was restarted has another one."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class ChannelOptions:
+    """What this end says of itself in the handshake, and what it accepts.
+
+    Attributes:
+        role: What this end is, such as ``gateway``.
+        session: Name of the session whose leases the connection holds.
+        checksum: Whether payloads carry a checksum; they do unless both ends say no.
+        credential: Passed to the peer as it is; never logged.
+        hello_timeout_s: Seconds that the whole handshake may take.
+        max_meta_nbytes: Longest encoded message accepted and sent.
+        max_payload_nbytes: Longest payload accepted and sent.
+        capabilities: Names of optional abilities of this end.
+        epoch: Name of this run of the process, told to clients.
+        frame_timeout_s: Seconds in which a message that has begun to arrive must be complete when it
+            was waited for with :meth:`Channel.receive_idle`.
+        versions: Protocol versions to speak.
+    """
+
+    role: str
+    session: str
+    checksum: bool = True
+    credential: bytes | None = field(default=None, repr=False)
+    hello_timeout_s: float = 5.0
+    max_meta_nbytes: int = Limits().max_meta_nbytes
+    max_payload_nbytes: int = Limits().max_payload_nbytes
+    capabilities: tuple[str, ...] = ()
+    epoch: str = field(default_factory=process_epoch)
+    frame_timeout_s: float = 5.0
+    versions: Versions = SUPPORTED
+
+    def protocol(self, side: Side, peer: str) -> WireProtocol:
+        """The protocol for one connection with these options."""
+        limits = Limits(max_meta_nbytes=self.max_meta_nbytes, max_payload_nbytes=self.max_payload_nbytes)
+        return WireProtocol(side, limits, versions=self.versions, checksum=self.checksum, peer=peer)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The other end, as it described itself.
+
+    Attributes:
+        address: URL of the other end of the connection.
+        role: Its role.
+        session: Its session.
+        epoch: Name of its run; empty for a client.
+        version: The agreed protocol version.
+        capabilities: Its optional abilities, with those unknown to this version.
+        clock_offset: Its monotonic clock minus ours, in seconds.
+        clock_error: How far ``clock_offset`` may be off, in seconds. The accepting end sees one
+            direction only: its offset is too small by the time of one message, and this is infinite.
+        credential: What a client presented; checked by the owner of the server.
+    """
+
+    address: str
+    role: str
+    session: str
+    epoch: str
+    version: int
+    capabilities: tuple[str, ...]
+    clock_offset: float
+    clock_error: float
+    credential: bytes | None = field(default=None, repr=False)

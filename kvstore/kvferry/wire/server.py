@@ -1,0 +1,257 @@
+"""A port that speaks the wire protocol: one thread accepts, one thread a connection serves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvferry import transports
+from kvferry.core.clock import deadline_in, time_left
+from kvferry.core.errors import (
+    ConnectError,
+    ConnectionClosedError,
+    KVFerryError,
+    OverloadedError,
+    TransferTimeoutError,
+)
+from kvferry.core.log import LogLimiter
+from kvferry.transports.base import Connection, Listener
+from kvferry.wire.channel import Channel
+from kvferry.wire.options import ChannelOptions
+
+__all__ = ["ChannelServer"]
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_JOIN_TIMEOUT_S = 5.0
+_TELL_TIMEOUT_S = 1.0
+_MAX_REFUSALS_AT_ONCE = 8
+
+
+@dataclass(eq=False)
+class _Served:
+    """A connection with the thread that serves it; the channel is there after the handshake."""
+
+    connection: Connection
+    thread: threading.Thread | None = None
+    channel: Channel | None = None
+    refused: bool = False
+
+
+class ChannelServer:
+    """Listens, shakes hands, and runs ``handler(channel)`` in a named thread a connection.
+
+    A :class:`KVFerryError` that the handler raises is sent to the peer as ``Failure`` if the channel
+    still stands, and logged in one line; then the connection is closed, as it is when the handler
+    returns. Bytes that are no handshake close that connection, cost one log line a peer and reason in
+    10 s, and touch nothing else.
+
+    Args:
+        listen_url: Where to listen, or a listener, which the server then owns.
+        options: What this end says in the handshake; also bounds handshake, message and payload.
+        handler: Serves one connection; called in its own thread. It ends when its channel raises.
+        name: Part of the names of the threads and of messages.
+        max_connections: Connections served at once; one more is refused as overloaded.
+        idle_timeout_s: A connection on which the handler waited this long for a frame is closed.
+
+    Raises:
+        ConnectError: If the address cannot be bound.
+        ConfigError: If it is malformed.
+    """
+
+    def __init__(
+        self,
+        listen_url: str | Listener,
+        options: ChannelOptions,
+        handler: Callable[[Channel], None],
+        *,
+        name: str,
+        max_connections: int = 256,
+        idle_timeout_s: float = 600.0,
+    ) -> None:
+        self._options = options
+        self._handler = handler
+        self._name = name
+        self._max_connections = max_connections
+        self._idle_timeout_s = idle_timeout_s
+        self._lock = threading.Lock()
+        self._served: set[_Served] = set()
+        self._closing = threading.Event()
+        self._count = 0
+        self._limiter = LogLimiter(log)
+        self._listener: Listener = (
+            transports.listen(listen_url) if isinstance(listen_url, str) else listen_url  # type: ignore[attr-defined]
+        )
+        self._accepting = threading.Thread(
+            target=self._accept_loop, name=f"kvferry-{name}-accept", daemon=True
+        )
+        self._accepting.start()
+
+    @property
+    def address(self) -> str:
+        """The dialable URL."""
+        return self._listener.address
+
+    @property
+    def connections(self) -> int:
+        """How many connections are being served."""
+        with self._lock:
+            return sum(not served.refused for served in self._served)
+
+    def close(self) -> None:
+        """Stop listening, abort all connections and join the threads (5 s at most); idempotent.
+
+        Must not be called from a handler.
+        """
+        self._closing.set()
+        self._listener.close()
+        limit = deadline_in(_JOIN_TIMEOUT_S)
+        self._accepting.join(time_left(limit))
+        with self._lock:
+            served = list(self._served)
+        for one in served:
+            one.connection.abort()
+        for one in served:
+            if one.thread is not None:
+                one.thread.join(time_left(limit))
+                if one.thread.is_alive():
+                    log.warning("%s did not end within %g s of close()", one.thread.name, _JOIN_TIMEOUT_S)
+        self._limiter.flush()
+
+    # ---- accepting ---------------------------------------------------------------------------
+
+    def _accept_loop(self) -> None:
+        tick = min(_TICK_S, self._idle_timeout_s / 2)
+        while not self._closing.is_set():
+            try:
+                self._admit(self._listener.accept(deadline_in(tick)))
+            except TransferTimeoutError:
+                pass
+            except ConnectionClosedError:
+                if not self._closing.is_set():
+                    log.warning("%s: listener at %s was closed from outside", self._name, self.address)
+                return
+            except Exception as error:  # noqa: BLE001 - thread root; the port must outlive one bad accept
+                self._limiter.log(
+                    logging.ERROR, type(error).__name__, "%s: accept failed: %s", self._name, error
+                )
+                self._closing.wait(0.1)
+            self._close_idle()
+
+    def _admit(self, connection: Connection) -> None:
+        with self._lock:
+            refused = sum(served.refused for served in self._served)
+            full = len(self._served) - refused >= self._max_connections
+            if full and refused >= _MAX_REFUSALS_AT_ONCE:
+                served = None
+            else:
+                served = _Served(connection, refused=full)
+                self._served.add(served)
+                self._count += 1
+        if full:
+            self._log_refusal(connection, "overloaded", f"{self._max_connections} connections are open")
+        if served is None:
+            connection.abort()
+            return
+        served.thread = threading.Thread(
+            target=self._serve, args=(served,), name=f"kvferry-{self._name}-{self._count}", daemon=True
+        )
+        try:
+            served.thread.start()
+        except RuntimeError:  # the process is out of threads
+            self._forget(served)
+            raise
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            channels = [served.channel for served in self._served if served.channel is not None]
+        for channel in channels:
+            if channel.idle_s > self._idle_timeout_s:
+                log.info("%s: closing %s, idle for %g s", self._name, channel.address, self._idle_timeout_s)
+                channel.abort()
+
+    # ---- serving -----------------------------------------------------------------------------
+
+    def _serve(self, served: _Served) -> None:
+        try:
+            if served.refused:
+                error = OverloadedError(
+                    f"{self._name} serves {self._max_connections} connections, the most it may "
+                    "(max_connections); try again later"
+                )
+                Channel.refuse(served.connection, self._options, error)
+            else:
+                self._serve_channel(served)
+        except Exception:
+            log.exception("%s: serving %s failed", self._name, served.connection.peer_address)
+        finally:
+            self._forget(served)
+
+    def _serve_channel(self, served: _Served) -> None:
+        limit = deadline_in(self._options.hello_timeout_s)
+        try:
+            channel = Channel.accept(served.connection, self._options, limit)
+        except KVFerryError as error:
+            if not self._closing.is_set():
+                self._log_refusal(served.connection, error.code, str(error))
+            return
+        served.channel = channel
+        try:
+            self._handler(channel)
+            channel.close()
+        except ConnectionClosedError as error:
+            if channel.closed:
+                log.debug("%s: %s ended: %s", self._name, channel.address, error)
+            else:
+                self._fail(channel, error)
+        except KVFerryError as error:
+            self._fail(channel, error)
+        except Exception as error:
+            log.exception("%s: handler of %s failed", self._name, channel.address)
+            text = f"internal error in {self._name}: {type(error).__name__}; its log says more"
+            self._tell(channel, KVFerryError(text))
+
+    def _fail(self, channel: Channel, error: KVFerryError) -> None:
+        key = (_host(channel.address), error.code)
+        self._limiter.log(
+            logging.WARNING, key, "%s: request of %s failed [%s]: %s", self._name, key[0], error.code, error
+        )
+        self._tell(channel, error)
+
+    @staticmethod
+    def _tell(channel: Channel, error: KVFerryError) -> None:
+        limit = deadline_in(_TELL_TIMEOUT_S)
+        try:
+            if not channel.closed:
+                channel.send_failure(error, deadline=limit)
+                channel.linger(limit)
+        except KVFerryError as failed:
+            log.debug("%s could not be told of its failure: %s", channel.address, failed)
+        finally:
+            channel.close()
+
+    def _log_refusal(self, connection: Connection, reason: str, text: str) -> None:
+        host = _host(connection.peer_address)
+        level = logging.INFO if reason == ConnectError.code else logging.WARNING
+        self._limiter.log(
+            level, (host, reason), "%s: connection from %s refused [%s]: %s", self._name, host, reason, text
+        )
+
+    def _forget(self, served: _Served) -> None:
+        # Whatever the handler did, nothing of this connection outlives its thread.
+        if served.channel is None or not served.channel.closed:
+            served.connection.close()
+        with self._lock:
+            self._served.discard(served)
+
+
+def _host(address: str) -> str:
+    """The part of a peer's URL that stays the same when it connects again."""
+    try:
+        return urlsplit(address).hostname or address
+    except ValueError:
+        return address
