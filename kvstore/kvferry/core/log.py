@@ -19,19 +19,17 @@ from typing import Literal, TextIO
 __all__ = ["JsonFormatter", "LogLimiter", "TextFormatter", "configure", "redact"]
 
 # "token" alone is no secret here: it is what models read and write
-_SECRET_WORDS = (
-    r"(?:password|passwd|secret|(?:access|auth|api)[_-]?token|credential|authorization|api[_-]?key)"
-)
-_SECRET_KEY = re.compile(rf"(?:^|[_.-]){_SECRET_WORDS}s?$", re.IGNORECASE)
+_SENSITIVE = r"(?:password|passwd|secret|(?:access|auth|api)[_-]?token|credential|authorization|api[_-]?key)"
+_SENSITIVE_KEY = re.compile(rf"(?:^|[_.-]){_SENSITIVE}s?$", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.IGNORECASE)
 _ASSIGNED = re.compile(
-    rf"(?P<key>\b[\w-]*{_SECRET_WORDS}\b['\"]?\s*[=:]\s*)(?:Bearer\s+)?[^\s,;&]+", re.IGNORECASE
+    rf"(?P<key>\b[\w-]*{_SENSITIVE}\b['\"]?\s*[=:]\s*)(?:Bearer\s+)?[^\s,;&]+", re.IGNORECASE
 )
 REDACTED = "***"
 
 
 def redact(text: str) -> str:
-    """``text`` without what looks like a secret: user info in URLs, values after ``password=`` and the like."""
+    """``text`` without what looks like a secret: user info in URLs, values after ``password=``, and so on."""
     text = _USER_INFO.sub(rf"\g<scheme>{REDACTED}@", text)
     return _ASSIGNED.sub(rf"\g<key>{REDACTED}", text)
 
@@ -131,7 +129,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     fields = getattr(record, "fields", None)
     if not isinstance(fields, Mapping):
         return {}
-    return {str(k): REDACTED if _SECRET_KEY.search(str(k)) else v for k, v in fields.items()}
+    return {str(k): REDACTED if _SENSITIVE_KEY.search(str(k)) else v for k, v in fields.items()}
 
 
 class TextFormatter(logging.Formatter):

@@ -1,0 +1,135 @@
+"""The ``kvferry`` program: a table of commands, each imported when it is run.
+
+``kvferry --help`` therefore loads neither numpy nor pydantic nor torch. An error of kvferry's own becomes one
+line on standard error and an exit code; anything else is a bug and keeps its traceback.
+"""
+
+# ruff: noqa: ANN401  the command classes that typer builds on have no public types
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from typing import Annotated, Any, NamedTuple, NoReturn, cast
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+__all__ = ["COMMANDS", "CommandEntry", "main"]
+
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class CommandEntry(NamedTuple):
+    """One line of the command table."""
+
+    target: str
+    """``module:object``: a function with typer annotations, or a ``typer.Typer`` with sub-commands."""
+    help: str
+    """One line for ``kvferry --help``; the whole help is the docstring of the function."""
+
+
+COMMANDS: dict[str, CommandEntry] = {
+    "config": CommandEntry(
+        "kvferry.cli.config:app", "Show the configuration and where each value comes from."
+    ),
+    "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
+}
+"""Command name to where it is; the order is that of ``kvferry --help``."""
+
+
+class _LazyGroup(TyperGroup):
+    """Knows all commands by name and help line, and imports one when it is run."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands.update({name: TyperCommand(name, help=entry.help) for name, entry in COMMANDS.items()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The real command, imported now."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in COMMANDS:
+            command = _import_command(name, COMMANDS[name])
+        return name, command, rest
+
+
+def _import_command(name: str, entry: CommandEntry) -> Any:
+    module, _, attribute = entry.target.partition(":")
+    found = getattr(import_module(module), attribute)
+    if isinstance(found, typer.Typer):
+        group = found
+    else:
+        group = typer.Typer(add_completion=False)
+        group.command(name)(cast("Callable[..., object]", found))
+    command = typer.main.get_command(group)
+    command.name = name
+    return command
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvferry {metadata.version('kvferry')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _kvferry(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an error arose (also: KVFERRY_DEBUG=1).")
+    ] = False,
+) -> None:
+    """Carry the KV cache of large language models between the places where it is made, kept and used."""
+    del version
+    if show_traceback:
+        os.environ["KVFERRY_DEBUG"] = "1"
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the program and exit.
+
+    The exit code is 0, 2 for a wrong configuration, request or command line, 130 after Ctrl-C, else 1.
+
+    Args:
+        args: The command line without the program's name; ``None`` takes that of the process.
+    """
+    try:
+        code = app(args=args, prog_name="kvferry", standalone_mode=True)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        code = _report(error)
+        if code is None:
+            raise
+    sys.exit(code)
+
+
+def _report(error: Exception) -> int | None:
+    """Print an error of kvferry's own as one line; ``None`` for anything else."""
+    errors = sys.modules.get("kvferry.core.errors")  # not loaded: then none of its errors can have come
+    if errors is None or not isinstance(error, errors.KVFerryError):
+        return None
+    if os.environ.get("KVFERRY_DEBUG", "") not in ("", "0"):
+        traceback.print_exception(error)
+    from kvferry.core.log import redact
+
+    text = " ".join(str(error).split())
+    print(f"error: {redact(text)}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(error, (errors.ConfigError, errors.RequestError)) else EXIT_ERROR

@@ -1,0 +1,44 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from kvferry.core.config import Config
+
+__all__ = ["ConfigFile", "Json", "Sets", "load_and_log"]
+
+ConfigFile = Annotated[
+    Optional[str],  # noqa: UP045  typer evaluates it
+    typer.Option("--config", metavar="FILE", help="Configuration file, TOML. [default: $KVFERRY_CONFIG]"),
+]
+Sets = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any value of the configuration; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
+
+
+def load_and_log(
+    config: str | None, assignments: Sequence[str] | None, flags: Mapping[str, object] | None = None
+) -> Config:
+    """Read the configuration for a command that runs on, and set up its log lines.
+
+    Args:
+        config: The value of :data:`ConfigFile`.
+        assignments: The value of :data:`Sets`.
+        flags: Values of the command's own options by dotted key; ``None`` values were not given.
+
+    Raises:
+        ConfigError: As :func:`kvferry.core.config_sources.load_config`.
+    """
+    from kvferry.core import log
+    from kvferry.core.config_sources import load_config
+
+    loaded = load_config(config, assignments=assignments or (), flags=flags)
+    log.configure(loaded.config.log.level, loaded.config.log.format)
+    return loaded.config

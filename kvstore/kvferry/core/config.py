@@ -1,0 +1,184 @@
+"""The configuration of every part of kvferry, as one tree.
+
+Values come from the defaults here, a TOML file, the environment and flags, the later over the earlier
+(:func:`load_config`). Unknown keys are errors that name the nearest one. To add a field, write it in its
+section: an annotation, a safe default, bounds and a description.
+
+Import this module only where the configuration is used: it brings pydantic.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvferry.core.config_types import Nbytes, Seconds, Section, Url
+
+__all__ = [
+    "Config",
+    "DecodeConfig",
+    "GatewayConfig",
+    "KVConfig",
+    "LogConfig",
+    "ModelConfig",
+    "PrefillConfig",
+    "StoreConfig",
+    "StreamConfig",
+    "WireConfig",
+]
+
+_KIB, _MIB, _GIB, _TIB = 2**10, 2**20, 2**30, 2**40
+_DAY = 86400.0
+
+
+class LogConfig(Section):
+    """Log lines, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The lowest level that is written."
+    )
+    format: Literal["text", "json"] = Field(
+        default="text", description="Lines for people, or a JSON object each."
+    )
+
+
+class WireConfig(Section):
+    """Connections between kvferry processes."""
+
+    checksum: bool = Field(
+        default=True, description="Whether payloads carry a checksum; off only if both sides agree."
+    )
+    hello_timeout: Seconds = Field(
+        default=5.0, ge=0.05, le=300, description="For the handshake of a connection."
+    )
+    idle_timeout: Seconds = Field(
+        default=600.0, ge=1, le=7 * _DAY, description="After which a connection without traffic is closed."
+    )
+    max_meta: Nbytes = Field(
+        default=4 * _MIB, ge=4 * _KIB, le=256 * _MIB, description="The largest message, without payload."
+    )
+    max_payload: Nbytes = Field(
+        default=1 * _GIB, ge=4 * _KIB, le=64 * _GIB, description="The largest payload of a message."
+    )
+    max_connections: int = Field(
+        default=256, ge=1, le=65536, description="Connections served at once by one listener."
+    )
+
+
+class StreamConfig(Section):
+    """Layers streamed from prefill to decode."""
+
+    ring: int = Field(
+        default=8, ge=1, le=1024, description="Layers in flight before the sender waits for the receiver."
+    )
+    timeout: Seconds = Field(
+        default=60.0, ge=0.1, le=3600, description="For the transfer of one prompt's KV."
+    )
+
+
+class StoreConfig(Section):
+    """Blocks kept for reuse."""
+
+    dram_capacity: Nbytes = Field(
+        default=1 * _GIB, ge=1 * _MIB, le=64 * _TIB, description="Host memory for blocks."
+    )
+    lease: Seconds = Field(
+        default=30.0, ge=0.1, le=3600, description="How long a reader or writer may hold a block."
+    )
+
+
+class ModelConfig(Section):
+    """The model that the reference engine runs."""
+
+    path: str | None = Field(default=None, max_length=4096, description="Folder of the checkpoint.")
+    name: str | None = Field(
+        default=None, max_length=256, description="Its name in keys and answers; the folder's if none."
+    )
+    revision: str | None = Field(
+        default=None, max_length=256, description="Its revision in keys; a hash of its files if none."
+    )
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
+        default="float32", description="What the model computes in."
+    )
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="Threads of the model; all cores if none."
+    )
+    block_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens of one block.")
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        le=16 * _MIB,
+        description="Longest prompt and answer in tokens; the model's own limit if none.",
+    )
+
+
+class KVConfig(Section):
+    """The engine's own paged KV memory."""
+
+    memory: Nbytes = Field(default=1 * _GIB, ge=1 * _MIB, le=64 * _TIB, description="Memory for paged KV.")
+    num_blocks: int | None = Field(
+        default=None, ge=1, le=2**31, description="Blocks of paged KV; from kv.memory if none."
+    )
+
+
+class PrefillConfig(Section):
+    """The prefill worker."""
+
+    listen: Annotated[str, Url(8410)] = Field(
+        default="tcp://127.0.0.1:8410", description="Where it takes requests."
+    )
+    chunk_tokens: int = Field(default=512, ge=1, le=_MIB, description="Tokens computed at once.")
+    max_queue: int = Field(default=64, ge=1, le=65536, description="Requests waiting before one is refused.")
+
+
+class DecodeConfig(Section):
+    """The decode worker."""
+
+    listen: Annotated[str, Url(8430)] = Field(
+        default="tcp://127.0.0.1:8430", description="Where it takes requests."
+    )
+    kv_listen: Annotated[str | None, Url(0)] = Field(
+        default=None, description="Where it takes KV; any free port on the host of decode.listen if none."
+    )
+    max_running: int = Field(default=16, ge=1, le=4096, description="Requests decoded side by side.")
+    max_queue: int = Field(default=64, ge=1, le=65536, description="Requests waiting before one is refused.")
+
+
+class GatewayConfig(Section):
+    """The HTTP gateway."""
+
+    listen: Annotated[str, Url(8400, "http")] = Field(
+        default="http://127.0.0.1:8400", description="Where it takes requests."
+    )
+    prefill: Annotated[tuple[str, ...], Url(8410)] = Field(
+        default=("tcp://127.0.0.1:8410",), min_length=1, max_length=1024, description="The prefill workers."
+    )
+    decode: Annotated[tuple[str, ...], Url(8430)] = Field(
+        default=("tcp://127.0.0.1:8430",), min_length=1, max_length=1024, description="The decode workers."
+    )
+    connect_timeout: Seconds = Field(default=5.0, ge=0.05, le=300, description="For reaching a worker.")
+    queue_timeout: Seconds = Field(
+        default=60.0, ge=0.1, le=3600, description="How long a request may wait for a worker."
+    )
+    total_timeout: Seconds = Field(
+        default=600.0, ge=0.1, le=_DAY, description="How long a request may take in all."
+    )
+    max_in_flight: int = Field(
+        default=256, ge=1, le=65536, description="Requests at once before one is refused."
+    )
+    max_body: Nbytes = Field(
+        default=8 * _MIB, ge=1 * _KIB, le=1 * _GIB, description="The largest request body."
+    )
+
+
+class Config(Section):
+    """The whole tree: one section a part."""
+
+    log: LogConfig = Field(default_factory=LogConfig)
+    wire: WireConfig = Field(default_factory=WireConfig)
+    stream: StreamConfig = Field(default_factory=StreamConfig)
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    kv: KVConfig = Field(default_factory=KVConfig)
+    prefill: PrefillConfig = Field(default_factory=PrefillConfig)
+    decode: DecodeConfig = Field(default_factory=DecodeConfig)
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)

@@ -1,0 +1,234 @@
+"""Where the values of the configuration come from, and what is said about wrong ones."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from kvferry.core.config import Config
+from kvferry.core.config_types import allowed, is_secret, show
+from kvferry.core.errors import ConfigError
+from kvferry.core.nearest import did_you_mean
+
+__all__ = ["OTHER_VARIABLES", "Loaded", "Value", "fields", "load_config"]
+
+PREFIX = "KVFERRY_"
+
+OTHER_VARIABLES: Mapping[str, str] = {
+    "KVFERRY_CONFIG": "the configuration file, where no --config is given",
+    "KVFERRY_DEBUG": "1: show the traceback of an error",
+    "KVFERRY_CACHE_DIR": "where converted models and other files that can be made again are kept",
+    "KVFERRY_SMOLLM2_DIR": "a folder with the SmolLM2 checkpoint, for the demo and for tests",
+}
+"""Environment variables with our prefix that are no fields of the configuration."""
+
+_KUBERNETES_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
+
+
+class _Settings(BaseSettings, Config):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The same tree, for the readers of pydantic-settings."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", enable_decoding=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One line of ``kvferry config show``."""
+
+    key: str
+    value: object
+    """The typed value; ``***`` for a secret."""
+    text: str
+    """The value as a person would write it."""
+    source: str
+    allowed: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and where each value that is no default came from."""
+
+    config: Config
+    sources: Mapping[str, str]
+    """Dotted key to ``FILE``, ``environment KVFERRY_…``, ``--set`` or ``flag``; defaults are left out."""
+
+    def values(self) -> Iterator[Value]:
+        """Every value, in the order of the tree."""
+        for key, field in fields().items():
+            section, _, name = key.partition(".")
+            value = getattr(getattr(self.config, section), name)
+            yield Value(
+                key,
+                "***" if is_secret(field) and value is not None else value,
+                show(field, value),
+                self.sources.get(key, "default"),
+                allowed(field),
+                field.description or "",
+            )
+
+
+def fields() -> dict[str, FieldInfo]:
+    """Every field by its dotted key, such as ``decode.listen``."""
+    return {
+        f"{section}.{name}": field
+        for section, table in _sections().items()
+        for name, field in table.model_fields.items()
+    }
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    found = {}
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, BaseModel)
+        found[name] = field.annotation
+    return found
+
+
+def load_config(
+    file: str | os.PathLike[str] | None = None,
+    *,
+    assignments: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+) -> Loaded:
+    """Read the configuration: defaults, file, environment, ``--set``, flags, the later over the earlier.
+
+    Args:
+        file: A TOML file; ``None`` takes the one that ``$KVFERRY_CONFIG`` names, if any.
+        assignments: ``key=value`` each, from ``--set``.
+        flags: Values of a command's own options by dotted key; ``None`` values were not given.
+
+    Raises:
+        ConfigError: For a file that cannot be read, an unknown key, or values that are not allowed; the
+            message names the key, the value, its source and what is allowed.
+    """
+    merged: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    for found in (_from_file(file), _from_environment(), _from_assignments(assignments)):
+        for key, (value, source) in found.items():
+            merged[key], sources[key] = value, source
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _check_key(key, "flag")
+            merged[key], sources[key] = value, "flag"
+    tree: dict[str, dict[str, object]] = {}
+    for key, value in merged.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, sources)) from None  # its own text would show secrets
+    return Loaded(config, sources)
+
+
+_Found = dict[str, tuple[object, str]]
+
+
+def _from_file(file: str | os.PathLike[str] | None) -> _Found:
+    named = f"{file}"
+    if file is None:
+        file = os.environ.get("KVFERRY_CONFIG") or None
+        named = f"{file} ($KVFERRY_CONFIG)"
+    if file is None:
+        return {}
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"configuration file {named}: there is no such file")
+    try:
+        tree = TomlConfigSettingsSource(_Settings, path)()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"configuration file {named}: cannot be read: {error}") from error
+    return {key: (value, str(path)) for key, value in _flatten(tree, str(path))}
+
+
+def _from_environment() -> _Found:
+    names: dict[str, str] = {}
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX) and name not in OTHER_VARIABLES:
+            names[_check_variable(name)] = name
+    if not names:
+        return {}
+    tree = EnvSettingsSource(_Settings)()
+    return {key: (value, f"environment {names[key]}") for key, value in _flatten(tree, "the environment")}
+
+
+def _from_assignments(assignments: Sequence[str]) -> _Found:
+    found: _Found = {}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"--set {text}: write it as key=value, such as --set log.level=debug")
+        _check_key(key, "--set")
+        found[key] = (value.strip(), "--set")
+    return found
+
+
+def _flatten(tree: Mapping[str, object], where: str) -> Iterator[tuple[str, object]]:
+    """Dotted keys and values of nested tables; unknown keys are refused."""
+    for section, table in tree.items():
+        if section not in _sections():
+            _check_key(section, where)
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{section} (from {where}) is a section: write {section}.NAME")
+        for name, value in table.items():
+            key = f"{section}.{name}"
+            _check_key(key, where)
+            yield key, value
+
+
+def _check_key(key: str, where: str) -> None:
+    known = fields()
+    if key in known:
+        return
+    section, dot, name = key.partition(".")
+    sections = _sections()
+    if section in sections and not dot:
+        raise ConfigError(f"{key} ({where}) is a section: write {key}.NAME, one of {_names(section)}")
+    if section in sections:
+        hint = did_you_mean(name, sections[section].model_fields) or did_you_mean(key, known)
+        raise ConfigError(f"unknown key {key} ({where}){hint}; {section} has {_names(section)}")
+    hint = did_you_mean(section, sections) or did_you_mean(key, known)
+    raise ConfigError(f"unknown key {key} ({where}){hint}; the sections are {', '.join(sections)}")
+
+
+def _names(section: str) -> str:
+    return ", ".join(_sections()[section].model_fields)
+
+
+def _check_variable(name: str) -> str:
+    """The dotted key that an environment variable sets."""
+    key = name[len(PREFIX) :].lower().replace("__", ".")
+    known = fields()
+    if key in known:
+        return key
+    if key in _sections():
+        raise ConfigError(f"environment {name}: {key} is a section: write {PREFIX}{key.upper()}__NAME")
+    hint = did_you_mean(name, [*(PREFIX + k.upper().replace(".", "__") for k in known), *OTHER_VARIABLES])
+    if _KUBERNETES_LINK.search(name):
+        hint += " (if it is a Kubernetes service link, set enableServiceLinks: false in the pod)"
+    raise ConfigError(f"unknown environment variable {name}{hint}")
+
+
+def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
+    known = fields()
+    parts = []
+    for problem in error.errors(include_url=False):
+        key = ".".join(str(part) for part in problem["loc"][:2])
+        field = known[key]
+        value = "***" if is_secret(field) else repr(problem["input"])
+        cause = problem.get("ctx", {}).get("error")
+        reason = str(cause) if isinstance(cause, ConfigError) else problem["msg"]
+        if is_secret(field):
+            reason = "not usable"
+        parts.append(
+            f"{key} = {value} (from {sources.get(key, 'default')}): {reason}; allowed: {allowed(field)}"
+        )
+    return " | ".join(parts)
