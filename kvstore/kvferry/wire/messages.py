@@ -6,10 +6,12 @@ understand each other. Bulk bytes never travel in a message: they are the frame'
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import KEY_NBYTES
 from kvferry.core.spec import KeyScope, KVSpec
 
 __all__ = [
@@ -43,6 +45,35 @@ __all__ = [
 ]
 
 
+# Checked when a peer's message is decoded; not a number and infinity are refused with the rest.
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Word: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""64 bits without sign."""
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+"""A time left may be negative: it is over."""
+Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""A reading of a monotonic clock."""
+
+_MAX_DIMENSIONS = 16
+_MAX_SIZE = 2**40
+
+
+def _check_spec(spec: KVSpec) -> None:
+    """Refuse a spec whose sizes no machine has, before anything is computed from them."""
+    for layer in spec.layers:
+        for tensor in layer.tensors:
+            if len(tensor.shape) > _MAX_DIMENSIONS or any(n > _MAX_SIZE for n in tensor.shape):
+                raise ConfigError(
+                    f"tensor {tensor.name!r} of {len(tensor.shape)} dimensions, largest "
+                    f"{max(tensor.shape)}: at most {_MAX_DIMENSIONS} of up to {_MAX_SIZE} are possible"
+                )
+    try:
+        spec.fingerprint()
+    except OverflowError as error:
+        raise ConfigError(f"spec of {spec.model!r} has a number over 64 bits: {error}") from error
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t"):
     """Base of all messages."""
 
@@ -56,27 +87,33 @@ class Hello(Message, frozen=True, tag="hello"):
     ``sent_at`` is its monotonic clock, from which the other side estimates the offset of the clocks.
     """
 
-    min_version: int
-    max_version: int
+    min_version: Count
+    max_version: Count
     session: str
     role: str = ""
     capabilities: tuple[str, ...] = ()
     credential: bytes | None = None
     checksum: bool = True
-    sent_at: float = 0.0
+    sent_at: Moment = 0.0
+
+    def __repr__(self) -> str:  # the credential must not get into a log by way of an f-string
+        return (
+            f"Hello(versions={self.min_version}..{self.max_version}, session={self.session!r}, "
+            f"role={self.role!r}, credential={'***' if self.credential is not None else None})"
+        )
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
     """Answer to :class:`Hello`; ``checksum`` is on unless both sides asked for off."""
 
-    version: int
+    version: Count
     session: str
     epoch: str
     role: str = ""
     capabilities: tuple[str, ...] = ()
     checksum: bool = True
-    received_at: float = 0.0
-    sent_at: float = 0.0
+    received_at: Moment = 0.0
+    sent_at: Moment = 0.0
 
 
 class Failure(Message, frozen=True, tag="failure"):
@@ -94,7 +131,7 @@ class Ping(Message, frozen=True, tag="ping"):
 class Pong(Message, frozen=True, tag="pong"):
     """Answers a :class:`Ping` with the peer's monotonic clock."""
 
-    at: float = 0.0
+    at: Moment = 0.0
 
 
 # ---- what prefill hands to decode ------------------------------------------------------------
@@ -103,22 +140,22 @@ class Pong(Message, frozen=True, tag="pong"):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off."""
 
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    max_tokens: Count = 16
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    top_k: Count = 0
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
 
 
 class RngState(msgspec.Struct, frozen=True, kw_only=True):
     """State of the Philox4x64-10 generator: key and counter, and draws left in its buffer."""
 
-    key: tuple[int, int]
-    counter: tuple[int, int, int, int]
-    buffer: tuple[int, int, int, int]
-    buffer_pos: int
+    key: tuple[Word, Word]
+    counter: tuple[Word, Word, Word, Word]
+    buffer: tuple[Word, Word, Word, Word]
+    buffer_pos: Annotated[int, msgspec.Meta(ge=0, le=4)]
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,13 +164,13 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     ``started_at`` and ``kv_written_at`` are on the clock of the prefill worker.
     """
 
-    prompt_tokens: int
-    cached_tokens: int
-    first_token: int
+    prompt_tokens: Count
+    cached_tokens: Count
+    first_token: TokenId
     sampling: SamplingParams
     rng: RngState | None = None
-    started_at: float = 0.0
-    kv_written_at: float = 0.0
+    started_at: Moment = 0.0
+    kv_written_at: Moment = 0.0
 
 
 # ---- layer streaming -------------------------------------------------------------------------
@@ -149,9 +186,16 @@ class BeginStream(Message, frozen=True, tag="begin_stream"):
     stream: str
     spec: KVSpec
     keys: bytes
-    tail_tokens: int
+    tail_tokens: Count
     scope: KeyScope = KeyScope()
-    timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
+
+    def __post_init__(self) -> None:
+        _check_spec(self.spec)
+        if len(self.keys) % KEY_NBYTES:
+            raise ConfigError(f"keys of {len(self.keys)} bytes, each has {KEY_NBYTES}")
+        if not 0 <= self.tail_tokens < self.spec.block_tokens:
+            raise ConfigError(f"tail of {self.tail_tokens} tokens in blocks of {self.spec.block_tokens}")
 
 
 class StreamReady(Message, frozen=True, tag="stream_ready"):
@@ -160,8 +204,8 @@ class StreamReady(Message, frozen=True, tag="stream_ready"):
     ``ring`` is how many layer frames may be under way unacknowledged.
     """
 
-    missing: tuple[int, ...]
-    ring: int = 8
+    missing: tuple[Count, ...]
+    ring: Count = 8
 
 
 class PutLayer(Message, frozen=True, tag="put_layer"):
@@ -170,14 +214,14 @@ class PutLayer(Message, frozen=True, tag="put_layer"):
     The tail block sends only its ``tail_tokens`` rows of each tensor, unpadded.
     """
 
-    layer: int
-    blocks: tuple[int, ...]
+    layer: Count
+    blocks: tuple[Count, ...]
 
 
 class LayerAck(Message, frozen=True, tag="layer_ack"):
     """``count`` more layer frames are in place at the receiver."""
 
-    count: int = 1
+    count: Count = 1
 
 
 class FinishStream(Message, frozen=True, tag="finish_stream"):
@@ -189,10 +233,10 @@ class FinishStream(Message, frozen=True, tag="finish_stream"):
 class StreamDone(Message, frozen=True, tag="stream_done"):
     """All KV is in place and published. ``wire_s`` is the receiver's busy time on the wire."""
 
-    stored_blocks: int
-    kv_nbytes: int
-    wire_s: float
-    complete_at: float = 0.0
+    stored_blocks: Count
+    kv_nbytes: Count
+    wire_s: Seconds
+    complete_at: Moment = 0.0
 
 
 class AbortStream(Message, frozen=True, tag="abort_stream"):
@@ -215,13 +259,16 @@ class Description(Message, frozen=True, tag="description"):
     model: str
     revision: str
     spec: KVSpec
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...] = ()
+    vocab_size: Count
+    max_model_len: Count
+    eos_token_ids: tuple[TokenId, ...] = ()
     kv_address: str = ""
-    running: int = 0
-    queued: int = 0
-    max_prompt_tokens: int = 0
+    running: Count = 0
+    queued: Count = 0
+    max_prompt_tokens: Count = 0
+
+    def __post_init__(self) -> None:
+        _check_spec(self.spec)
 
 
 class Prefill(Message, frozen=True, tag="prefill"):
@@ -232,20 +279,20 @@ class Prefill(Message, frozen=True, tag="prefill"):
     kv_address: str
     sampling: SamplingParams
     scope: KeyScope = KeyScope()
-    timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
 
 
 class PrefillDone(Message, frozen=True, tag="prefill_done"):
     """Prefill → gateway: all KV was taken over by decode. Times are on the worker's clock."""
 
-    prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    first_token: int
-    started_at: float
-    kv_written_at: float
-    wire_s: float
-    kv_nbytes: int
+    prompt_tokens: Count
+    cached_tokens: Count
+    computed_tokens: Count
+    first_token: TokenId
+    started_at: Moment
+    kv_written_at: Moment
+    wire_s: Seconds
+    kv_nbytes: Count
 
 
 class Generate(Message, frozen=True, tag="generate"):
@@ -256,10 +303,10 @@ class Generate(Message, frozen=True, tag="generate"):
 
     request: str
     stream: str
-    prompt_tokens: int
+    prompt_tokens: Count
     sampling: SamplingParams
-    timeout_s: float = 60.0
-    kv_timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
+    kv_timeout_s: Seconds = 60.0
     scope: KeyScope = KeyScope()
 
 
@@ -272,8 +319,8 @@ class GenerateReady(Message, frozen=True, tag="generate_ready"):
 class TokensOut(Message, frozen=True, tag="tokens"):
     """Decode → gateway: the next tokens, the first of them number ``index``."""
 
-    index: int
-    token_ids: tuple[int, ...]
+    index: Count
+    token_ids: tuple[TokenId, ...]
 
 
 class Finished(Message, frozen=True, tag="finished"):
@@ -283,12 +330,12 @@ class Finished(Message, frozen=True, tag="finished"):
     """
 
     reason: str
-    generated_tokens: int
-    kv_complete_at: float
-    first_token_at: float
-    kv_nbytes: int
-    wire_s: float
-    finished_at: float = 0.0
+    generated_tokens: Count
+    kv_complete_at: Moment
+    first_token_at: Moment
+    kv_nbytes: Count
+    wire_s: Seconds
+    finished_at: Moment = 0.0
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -310,18 +357,18 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     """
 
     role: str
-    free_blocks: int
-    total_blocks: int
-    running: int = 0
-    waiting: int = 0
-    streams: int = 0
+    free_blocks: Count
+    total_blocks: Count
+    running: Count = 0
+    waiting: Count = 0
+    streams: Count = 0
     draining: bool = False
-    store_entries: int = 0
-    store_used_nbytes: int = 0
-    store_capacity_nbytes: int = 0
-    store_pinned_nbytes: int = 0
-    store_quarantined_nbytes: int = 0
-    store_leases: int = 0
+    store_entries: Count = 0
+    store_used_nbytes: Count = 0
+    store_capacity_nbytes: Count = 0
+    store_pinned_nbytes: Count = 0
+    store_quarantined_nbytes: Count = 0
+    store_leases: Count = 0
 
 
 AnyMessage: TypeAlias = (
