@@ -7,18 +7,18 @@ address; it may carry a zone (``fe80::1%eth0``; inside a URL also ``%25eth0``, a
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 from urllib.parse import quote, unquote
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.nearest import did_you_mean
 
-__all__ = ["Address", "nearest_name", "parse_url"]
+__all__ = ["Address", "parse_url"]
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*", re.ASCII)
 _HOST: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,253}[A-Za-z0-9_.])?", re.ASCII)
@@ -66,15 +66,6 @@ class Address:
 
     def __str__(self) -> str:
         return self.url
-
-
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that ``name`` was most likely meant to be, or all of them, as the end of a message."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"known: {', '.join(names)}" if names else "there are none"
 
 
 def parse_url(
@@ -141,8 +132,9 @@ def _parse_options(text: str, query: str) -> Mapping[str, str]:
 def _check_options(text: str, scheme: str, found: Mapping[str, str], known: Collection[str]) -> None:
     for name in found:
         if name not in known:
-            hint = nearest_name(name, known)
-            raise ConfigError(f"address {text!r}: {name!r} is not an option of {scheme}; {hint}")
+            existing = f"known: {', '.join(sorted(known))}" if known else "it has none"
+            near = did_you_mean(name, known)
+            raise ConfigError(f"address {text!r}: {name!r} is not an option of {scheme}{near} ({existing})")
 
 
 def _parse_path(text: str, place: str) -> str:

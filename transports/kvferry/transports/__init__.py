@@ -1,1 +1,53 @@
-"""Transports move bytes between two processes, chosen by the scheme of a URL."""
+"""Transports move bytes between two processes, chosen by the scheme of a URL.
+
+The transports themselves are plug-ins: one is imported when a URL of its scheme is used first.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvferry.core.registry import Registry
+from kvferry.transports.base import Connection, Listener, Transport
+
+__all__ = ["Connection", "Listener", "Transport", "connect", "get_transport", "listen", "registry"]
+
+registry: Final[Registry[type[Transport]]] = Registry("kvferry.transports")
+"""The transports by scheme."""
+
+_DEFAULT_SCHEME: Final = "tcp"
+
+
+def get_transport(scheme: str) -> Transport:
+    """The transport for URLs of ``scheme``.
+
+    Raises:
+        UnknownPluginError: If there is none; the message has the nearest name.
+        PluginUnavailableError: If what it needs is not installed; the message says how to install it.
+    """
+    return registry.load(scheme)()
+
+
+def _transport_of(url: str) -> Transport:
+    scheme, separator, _ = url.strip().partition("://")
+    return get_transport(scheme if separator else _DEFAULT_SCHEME)
+
+
+def connect(url: str, deadline: float) -> Connection:
+    """Connect to ``url`` over the transport that its scheme names (``tcp`` without one).
+
+    Raises:
+        ConnectError: If it cannot be reached by the deadline; the message names the address.
+        ConfigError: If the URL or one of its options is malformed, or its scheme is unknown.
+    """
+    return _transport_of(url).connect(url, deadline)
+
+
+def listen(url: str) -> Listener:
+    """Listen on ``url``; the listener's ``address`` is what others dial.
+
+    Raises:
+        ConnectError: If it cannot be bound; the message names the address, the reason and the remedy.
+        ConfigError: If the URL or one of its options is malformed, or its scheme is unknown.
+    """
+    return _transport_of(url).listen(url)
