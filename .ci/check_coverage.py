@@ -20,17 +20,19 @@ def measured() -> dict[str, tuple[int, int, list[int]]]:
         path = Path(folder) / "coverage.json"
         subprocess.run([sys.executable, "-m", "coverage", "json", "--quiet", "-o", str(path)], check=True)
         files = json.loads(path.read_text())["files"]
-    return {
+    found: dict[str, tuple[int, int, list[int]]] = {
         name: (f["summary"]["covered_branches"], f["summary"]["num_branches"], f["missing_lines"])
         for name, f in files.items()
     }
+    return found
 
 
 def check(package: str, bar: float) -> bool:
     """Print the figure of one package; whether it reaches the bar."""
     folder = "/" + package.replace(".", "/") + "/"
     files = {name: found for name, found in measured().items() if folder in name}
-    covered, branches = (sum(found[i] for found in files.values()) for i in (0, 1))
+    covered = sum(found[0] for found in files.values())
+    branches = sum(found[1] for found in files.values())
     percent = 100.0 * covered / branches if branches else 0.0
     enough = percent >= bar
     verdict = "at least" if enough else "UNDER"

@@ -124,7 +124,7 @@ def load_config(
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, sources)) from None  # its own text would show secrets
+        raise ConfigError(_explain(error, merged, sources)) from None  # its own text would show secrets
     return Loaded(config, sources)
 
 
@@ -217,13 +217,13 @@ def _check_variable(name: str) -> str:
     raise ConfigError(f"unknown environment variable {name}{hint}")
 
 
-def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
+def _explain(error: ValidationError, given: Mapping[str, object], sources: Mapping[str, str]) -> str:
     known = fields()
     parts = []
     for problem in error.errors(include_url=False):
         key = ".".join(str(part) for part in problem["loc"][:2])
         field = known[key]
-        value = "***" if is_secret(field) else repr(problem["input"])
+        value = "***" if is_secret(field) else repr(given.get(key, problem["input"]))
         cause = problem.get("ctx", {}).get("error")
         reason = str(cause) if isinstance(cause, ConfigError) else problem["msg"]
         if is_secret(field):

@@ -137,7 +137,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, and the traceback below it if the record has one."""
-        head = f"{_utc(record)} {record.levelname:<7} {record.name} [{record.threadName}]"
+        head = f"{_utc(record)} {record.levelname:<7} {record.name} [{record.threadName}]:"
         fields = "".join(f" {key}={_one_line(value)}" for key, value in _fields(record).items())
         message = _one_line(record.getMessage())
         text = f"{head} {message}{fields}"
