@@ -1,1 +1,0 @@
-"""Layer-wise streaming of KV from prefill to decode: :class:`LayerSender` and :class:`LayerReceiver`."""

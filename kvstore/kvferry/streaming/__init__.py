@@ -1,0 +1,10 @@
+"""Layer-wise streaming of KV from prefill to decode: :class:`LayerSender` and :class:`LayerReceiver`.
+
+Prefill hands over each layer right after it was written, while the next one computes; decode receives
+straight into reserved slots and publishes all blocks at once when the last layer is in place.
+"""
+
+from kvferry.streaming.receiver import LayerReceiver
+from kvferry.streaming.sender import LayerSender
+
+__all__ = ["LayerReceiver", "LayerSender"]

@@ -1,0 +1,417 @@
+"""The decode side of a stream: :class:`LayerReceiver`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kvferry.core.blockstore import Namespace
+from kvferry.core.buffers import page_aligned
+from kvferry.core.clock import deadline_in, earliest, is_past, time_left
+from kvferry.core.errors import (
+    KVFerryError,
+    LeaseExpiredError,
+    ProtocolError,
+    RequestCancelledError,
+    SpecMismatchError,
+    TransferTimeoutError,
+    error_from_code,
+)
+from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.streaming.layout import StreamLayout, clean_error, describe_mismatch
+from kvferry.streaming.slots import BlockSlots
+from kvferry.wire import Channel, Incoming
+from kvferry.wire.messages import (
+    AbortStream,
+    BeginStream,
+    Failure,
+    FinishStream,
+    Handoff,
+    LayerAck,
+    PutLayer,
+    StreamDone,
+    StreamReady,
+)
+
+__all__ = ["LayerReceiver"]
+
+_log = logging.getLogger(__name__)
+_MAX_NAME = 256
+_CLOSE_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class LayerReceiver:
+    """Receives the KV of one prompt layer by layer, straight into reserved slots of a store.
+
+    The thread that serves the channel calls :meth:`start` and :meth:`run`; another thread may use the
+    layers as they arrive (:meth:`wait_layer`, :meth:`view`) and at the end calls :meth:`wait` and
+    :meth:`close`. Until all layers of all blocks are in place nothing is published. Whatever ends the
+    stream early (an error, a deadline, the peer's end, :meth:`close`), the slots go back at once and
+    waiting threads get the error.
+
+    It does not close the channel: an exception of :meth:`start` or :meth:`run` is for the caller to
+    tell the peer (``ChannelServer`` does).
+
+    Args:
+        channel: The channel on which ``begin`` came.
+        namespace: Where the blocks go; says which spec and scope are expected.
+        begin: The opening message.
+        ring: Layer frames that the sender may have under way unacknowledged.
+        reserve_timeout_s: How long to wait for room in the store.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        namespace: Namespace,
+        begin: BeginStream,
+        *,
+        ring: int = 8,
+        reserve_timeout_s: float = 5.0,
+    ) -> None:
+        self._channel = channel
+        self._namespace = namespace
+        self._begin = begin
+        self._ring = ring
+        self._reserve_timeout_s = reserve_timeout_s
+        self._layout = StreamLayout(namespace.spec, 0, 0)
+        self._cond = threading.Condition()
+        self._slots: BlockSlots | None = None
+        self._tail = memoryview(b"")
+        self._left: list[set[int]] = []  # by layer: blocks that have not arrived
+        self._handoff: Handoff | None = None
+        self._error: Exception | None = None
+        self._running = False
+        self._closed = False
+        self._kv_nbytes = 0
+        self._wire_s = 0.0
+        self._complete_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"stream {self._begin.stream[:_MAX_NAME]!r} from {self._channel.address}"
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """The full blocks that were not stored at :meth:`start` and are received."""
+        return self._slots.missing if self._slots is not None else frozenset()
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens of the tail block, 0 if there is none."""
+        return self._begin.tail_tokens
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Payload bytes received."""
+        return self._kv_nbytes
+
+    @property
+    def wire_s(self) -> float:
+        """Busy time: for each frame from its first byte here until its payload was in place, in sum."""
+        return self._wire_s
+
+    @property
+    def complete_at(self) -> float:
+        """Monotonic time at which the last layer was in place; 0 before."""
+        return self._complete_at
+
+    # ---- opening --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Check the opening message, take leases and slots, and answer which blocks are missing.
+
+        Raises:
+            SpecMismatchError: If the sender describes its KV differently; the message shows both.
+            ProtocolError: If the opening message makes no sense.
+            CapacityError: If there is no room for the missing blocks.
+            KVFerryError: Any other error; after each of them nothing is held.
+        """
+        with self._ending_on_error():
+            begin, spec = self._begin, self._namespace.spec
+            scope = self._namespace.scope
+            if begin.spec.fingerprint() != spec.fingerprint() or begin.scope != scope:
+                raise SpecMismatchError(
+                    f"{self} refused: {describe_mismatch(begin.spec, spec, begin.scope, scope)}"
+                )
+            keys = self._checked_keys()
+            deadline = deadline_in(begin.timeout_s)
+            self._layout = StreamLayout(spec, len(keys), begin.tail_tokens)
+            slots = BlockSlots(self._namespace, keys)
+            with self._cond:
+                if self._error is not None:
+                    raise clean_error(self._error)
+                self._slots = slots
+            slots.take(earliest(deadline, deadline_in(self._reserve_timeout_s)))
+            self._tail = page_aligned(self._layout.tail_buffer_nbytes)
+            expected = slots.missing | ({len(keys)} if begin.tail_tokens else set())
+            with self._cond:
+                self._left = [set(expected) for _ in range(self._layout.layers)]
+            if not expected:
+                self._complete_at = time.monotonic()
+            ready = StreamReady(missing=tuple(sorted(slots.missing)), ring=self._ring)
+            self._channel.send(ready, deadline=deadline)
+
+    def _checked_keys(self) -> list[BlockKey]:
+        begin = self._begin
+        if len(begin.stream) > _MAX_NAME:
+            raise ProtocolError(f"{self}: name of {len(begin.stream)} characters, at most {_MAX_NAME}")
+        if not 0 < begin.timeout_s < threading.TIMEOUT_MAX:
+            raise ProtocolError(f"{self}: timeout_s is {begin.timeout_s}, must be positive and finite")
+        if len(begin.keys) % KEY_NBYTES:
+            raise ProtocolError(f"{self}: keys of {len(begin.keys)} bytes, no multiple of {KEY_NBYTES}")
+        most = self._namespace.spec.block_tokens - 1
+        if not 0 <= begin.tail_tokens <= most:
+            raise ProtocolError(f"{self}: tail of {begin.tail_tokens} tokens, must be 0..{most}")
+        data = begin.keys
+        keys = [BlockKey(data[i : i + KEY_NBYTES]) for i in range(0, len(data), KEY_NBYTES)]
+        if len(set(keys)) != len(keys):
+            raise ProtocolError(f"{self}: {len(keys) - len(set(keys))} keys are named twice")
+        return keys
+
+    # ---- receiving ------------------------------------------------------------------------------
+
+    def run(self, deadline: float) -> Handoff:
+        """Receive all layers, publish, and answer; called once, after :meth:`start`.
+
+        Args:
+            deadline: By when; the sender's own limit of the opening message holds too if earlier.
+
+        Returns:
+            What the sender handed over.
+
+        Raises:
+            RequestCancelledError: If the sender gave up, or :meth:`close` was called meanwhile.
+            CorruptBlockError: If a payload does not match its checksum.
+            TransferTimeoutError: At the deadline.
+            KVFerryError: Any other error; after each of them nothing is visible and the slots are back.
+        """
+        slots = self._slots
+        if slots is None:
+            raise ProtocolError(f"{self}: run before start")
+        with self._ending_on_error():
+            with self._cond:
+                if self._error is not None:
+                    raise clean_error(self._error)
+                self._running = True
+            with slots.writing():
+                handoff = self._receive_all(slots, deadline)
+            stored = slots.publish(deadline)
+            with self._cond:
+                if self._error is not None:  # closed meanwhile
+                    raise clean_error(self._error)
+                self._handoff = handoff
+                self._running = False
+                self._cond.notify_all()
+        self._answer(stored, deadline)
+        return handoff
+
+    def _receive_all(self, slots: BlockSlots, deadline: float) -> Handoff:
+        while True:
+            incoming = self._next(slots, deadline)
+            message = incoming.message
+            if isinstance(message, PutLayer):
+                self._take_layer(slots, incoming, message, deadline)
+                continue
+            incoming.discard(deadline)
+            if isinstance(message, FinishStream):
+                self._check_complete()
+                return message.handoff
+            if isinstance(message, AbortStream):
+                raise RequestCancelledError(f"{self}: the sender gave up: {message.reason}")
+            if isinstance(message, Failure):
+                raise error_from_code(message.code, f"{self}: the sender failed: {message.message}")
+            raise ProtocolError(f"{self}: {type(message).__name__} inside a stream", remote=True)
+
+    def _next(self, slots: BlockSlots, deadline: float) -> Incoming:
+        while True:
+            slots.renew()
+            incoming = self._channel.receive_idle(earliest(deadline, slots.renew_at))
+            if incoming is not None:
+                return incoming
+            if is_past(deadline):
+                raise TransferTimeoutError(f"{self}: {self._progress()} at the deadline")
+
+    def _progress(self) -> str:
+        complete = sum(not left for left in self._left)
+        return f"{complete} of {len(self._left)} layers complete, {self._kv_nbytes} bytes received"
+
+    def _take_layer(self, slots: BlockSlots, incoming: Incoming, message: PutLayer, deadline: float) -> None:
+        try:
+            views = self._views(slots, incoming, message)
+        except ProtocolError:
+            incoming.discard(deadline)  # so that the peer can still be told
+            raise
+        incoming.read_into(views, deadline)
+        now = time.monotonic()
+        with self._cond:
+            self._kv_nbytes += incoming.payload_nbytes
+            self._wire_s += now - incoming.started_at
+            left = self._left[message.layer]
+            left.difference_update(message.blocks)
+            if not left:
+                if not any(self._left):
+                    self._complete_at = now
+                self._cond.notify_all()
+        self._channel.send(LayerAck(), deadline=deadline)
+
+    def _views(self, slots: BlockSlots, incoming: Incoming, message: PutLayer) -> list[memoryview]:
+        layer, layout = message.layer, self._layout
+        if not 0 <= layer < layout.layers:
+            raise ProtocolError(f"{self}: layer {layer} is outside 0..{layout.layers - 1}", remote=True)
+        left = self._left[layer]
+        wrong = [b for b in message.blocks if b not in left]
+        if wrong or len(set(message.blocks)) != len(message.blocks):
+            raise ProtocolError(
+                f"{self}: layer {layer} came for blocks {wrong[:8] or list(message.blocks[:8])} that were "
+                "not asked for, or came before",
+                remote=True,
+            )
+        expected = sum(layout.payload_nbytes(layer, b) for b in message.blocks)
+        if incoming.payload_nbytes != expected:
+            raise ProtocolError(
+                f"{self}: layer {layer} of {len(message.blocks)} blocks has {incoming.payload_nbytes} "
+                f"payload bytes, the spec says {expected}",
+                remote=True,
+            )
+        return [
+            self._tail[layout.tail_slice(layer)] if layout.is_tail(b) else slots.writable(b, layer)
+            for b in message.blocks
+        ]
+
+    def _check_complete(self) -> None:
+        gaps = [(layer, min(left)) for layer, left in enumerate(self._left) if left]
+        if gaps:
+            raise ProtocolError(
+                f"{self}: the sender finished with {self._progress()}; first gap: block {gaps[0][1]} of "
+                f"layer {gaps[0][0]}",
+                remote=True,
+            )
+
+    def _answer(self, stored: int, deadline: float) -> None:
+        done = StreamDone(
+            stored_blocks=stored,
+            kv_nbytes=self._kv_nbytes,
+            wire_s=self._wire_s,
+            complete_at=self._complete_at,
+        )
+        try:
+            self._channel.send(done, deadline=max(deadline, deadline_in(_ANSWER_TIMEOUT_S)))
+        except KVFerryError as exc:
+            # Everything is here and published, so this side goes on; the sender will see its channel end.
+            _log.warning("%s: complete, but the sender could not be told: %s", self, exc)
+
+    # ---- using the layers -----------------------------------------------------------------------
+
+    def wait_layer(self, layer: int, deadline: float) -> None:
+        """Wait until ``layer`` is in place for all blocks, those stored before included.
+
+        Raises:
+            TransferTimeoutError: At the deadline; the stream goes on.
+            KVFerryError: What ended the stream early.
+        """
+        if not 0 <= layer < self._layout.layers:
+            raise IndexError(f"layer {layer} is outside 0..{self._layout.layers - 1}")
+        self._wait(lambda: bool(self._left) and not self._left[layer], f"layer {layer}", deadline)
+
+    def wait(self, deadline: float) -> Handoff:
+        """Wait until everything is received and published.
+
+        What was read through :meth:`view` before is right once this has returned.
+
+        Raises:
+            TransferTimeoutError: At the deadline; the stream goes on.
+            KVFerryError: What ended the stream early.
+        """
+        self._wait(lambda: self._handoff is not None, "the end", deadline)
+        assert self._handoff is not None
+        return self._handoff
+
+    def _wait(self, arrived: Callable[[], bool], what: str, deadline: float) -> None:
+        with self._cond:
+            self._cond.wait_for(lambda: self._error is not None or arrived(), time_left(deadline))
+            error = self._error
+            if error is None and not arrived():
+                error = TransferTimeoutError(f"{self}: {what} did not arrive in time; {self._progress()}")
+        if error is not None:
+            raise clean_error(error)
+
+    def view(self, layer: int, block: int) -> memoryview:
+        """The bytes of ``layer`` of ``block``, read-only, valid until :meth:`close`.
+
+        For a full block its layer slice. For the tail block, number ``len(keys)``, the ``tail_tokens``
+        rows of each tensor, end to end without padding, in a private buffer.
+
+        Raises:
+            IndexError: For a layer or block outside the stream.
+            ProtocolError: If the layer of the block is not in place yet.
+            LeaseExpiredError: If the stream was closed or has failed.
+        """
+        with self._cond:
+            slots = self._slots
+            if slots is None or self._closed or self._error is not None:
+                raise LeaseExpiredError(f"{self}: view of layer {layer} after the end of the stream")
+            if not (0 <= layer < self._layout.layers and 0 <= block < self._layout.blocks):
+                raise IndexError(
+                    f"layer {layer} of block {block} is outside a stream of {self._layout.layers} layers and "
+                    f"{self._layout.blocks} blocks"
+                )
+            if block in self._left[layer]:
+                raise ProtocolError(f"{self}: layer {layer} of block {block} is not in place yet; wait_layer")
+            if self._layout.is_tail(block):
+                return self._tail[self._layout.tail_slice(layer)].toreadonly()
+            return slots.readable(block, layer)
+
+    # ---- ending ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give up leases and the tail buffer; ends :meth:`run` if it is still going. Idempotent.
+
+        Raises:
+            LeaseExpiredError: If a lease ran out before, so that what was read after :meth:`wait` may
+                be wrong; everything is given back all the same.
+        """
+        with self._cond:
+            if self._closed:
+                return
+            self._closed = True
+            running = self._running
+            finished = self._handoff is not None
+            slots = self._slots
+            self._tail = memoryview(b"")
+        if finished and slots is not None:
+            slots.release()
+            return
+        self._end(RequestCancelledError(f"{self} was closed before its end"))
+        if running:
+            self._channel.abort()
+            with self._cond:
+                if not self._cond.wait_for(lambda: not self._running, _CLOSE_TIMEOUT_S):
+                    _log.error("%s: run() does not end; its slots stay quarantined", self)
+
+    def _end(self, error: BaseException) -> None:
+        """Keep the first error, give the slots back, wake everybody; does nothing once published."""
+        with self._cond:
+            if self._handoff is not None:
+                return
+            if self._error is None:
+                self._error = clean_error(error)
+            self._tail = memoryview(b"")
+            slots = self._slots
+            self._cond.notify_all()
+        if slots is not None:
+            slots.give_up()
+
+    @contextlib.contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as exc:
+            self._end(exc)
+            with self._cond:
+                self._running = False
+                self._cond.notify_all()
+            raise

@@ -1,0 +1,432 @@
+"""The prefill side of a stream: :class:`LayerSender`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.clock import deadline_in, time_left
+from kvferry.core.errors import (
+    ConfigError,
+    ConnectionClosedError,
+    KVFerryError,
+    ProtocolError,
+    RequestCancelledError,
+    TransferTimeoutError,
+    TransportError,
+    error_from_code,
+)
+from kvferry.core.keys import BlockKey
+from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.streaming.layout import StreamLayout, clean_error
+from kvferry.wire import Channel
+from kvferry.wire.messages import (
+    AbortStream,
+    BeginStream,
+    Failure,
+    FinishStream,
+    Handoff,
+    LayerAck,
+    PutLayer,
+    StreamDone,
+    StreamReady,
+)
+
+__all__ = ["LayerSender"]
+
+_log = logging.getLogger(__name__)
+_ABORT_TIMEOUT_S = 1.0
+_PADDING = bytes(64)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One layer of some blocks, waiting to be sent; holds the model's memory."""
+
+    layer: int
+    blocks: tuple[int, ...]
+    parts: list[memoryview]
+
+
+class LayerSender:
+    """Sends the KV of one prompt layer by layer over one channel.
+
+    The model's thread calls :meth:`put_layer`, which only queues; one background thread sends and one
+    reads the acknowledgements, so the peer can always answer and neither side waits on the other for
+    ever. At most ``ring`` frames (granted by the receiver) are under way unacknowledged; what is
+    beyond stays queued here, its memory held.
+
+    The first error is kept (:attr:`error`), the channel is aborted, later :meth:`put_layer` calls do
+    nothing, and :meth:`finish` raises it: the model's thread is never broken in the middle of a layer.
+    Poll :attr:`error` between layers to stop computing early.
+
+    One stream a sender. After :meth:`finish` the channel is good for another stream; after an error
+    or :meth:`abort` it is closed. As a context manager it aborts unless finished.
+
+    Args:
+        channel: A channel after its handshake; this sender alone uses it until finish or abort.
+        spec: Shape and identity of the blocks.
+        scope: Adapter and salt of the keys.
+        name: For thread names and messages; the stream's name by default.
+        max_frame_nbytes: Payload of a frame at most; a ``put_layer`` beyond it is split between blocks.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        spec: KVSpec,
+        scope: KeyScope = KeyScope(),  # noqa: B008 - frozen
+        *,
+        name: str = "",
+        max_frame_nbytes: int = 1 << 30,
+    ) -> None:
+        self._channel = channel
+        self._spec = spec
+        self._scope = scope
+        self._name = name
+        self._max_frame_nbytes = max_frame_nbytes
+        self._cond = threading.Condition()
+        self._queue: deque[_Frame] = deque()
+        self._layout = StreamLayout(spec, 0, 0)
+        self._wanted: frozenset[int] = frozenset()
+        self._unsent: list[set[int]] = []  # by layer: blocks that put_layer was not called for yet
+        self._ring = 0
+        self._under_way = 0
+        self._deadline = 0.0
+        self._handoff: Handoff | None = None
+        self._done: StreamDone | None = None
+        self._error: Exception | None = None
+        self._threads: list[threading.Thread] = []
+        self._acks_ended = threading.Event()
+        self._begun = False
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the stream early, or ``None``."""
+        return self._error
+
+    def __repr__(self) -> str:
+        return f"stream {self._name!r} to {self._channel.address}"
+
+    def __enter__(self) -> LayerSender:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._done is None:
+            self.abort("the sender left before finish")
+
+    # ---- opening --------------------------------------------------------------------------------
+
+    def begin(
+        self, stream: str, keys: Sequence[BlockKey], tail_tokens: int, *, deadline: float
+    ) -> frozenset[int]:
+        """Open the stream; no KV moves before the receiver has agreed.
+
+        Args:
+            stream: Name of the stream, the same that the receiver was told to expect.
+            keys: Keys of the full blocks, in order.
+            tail_tokens: Tokens after the last full block, less than ``block_tokens``.
+            deadline: By when the **whole** stream must be done, not only its opening: sending in the
+                background obeys it, and the receiver is told the time left.
+
+        Returns:
+            The blocks that the receiver does not hold; the others need not be put. The tail block,
+            number ``len(keys)``, is not among them and is always sent.
+
+        Raises:
+            SpecMismatchError: If the receiver describes its KV differently; the message shows both.
+            CapacityError: If the receiver has no room.
+            KVFerryError: Any other refusal of the receiver, or an error of the channel.
+        """
+        if self._begun or self._error is not None:
+            raise ProtocolError(f"{self}: begin was called before, or after abort; one stream a sender")
+        if not 0 <= tail_tokens < self._spec.block_tokens:
+            raise ConfigError(
+                f"stream {stream!r}: tail of {tail_tokens} tokens, must be 0..{self._spec.block_tokens - 1}"
+            )
+        self._begun = True
+        self._name = self._name or stream
+        self._layout = StreamLayout(self._spec, len(keys), tail_tokens)
+        self._deadline = deadline
+        opening = BeginStream(
+            stream=stream,
+            spec=self._spec,
+            keys=b"".join(keys),
+            tail_tokens=tail_tokens,
+            scope=self._scope,
+            timeout_s=time_left(deadline),
+        )
+        try:
+            ready = self._channel.call(opening, StreamReady, deadline=deadline)
+            missing = self._granted(ready)
+        except KVFerryError as exc:
+            self._fail(exc)
+            self._channel.abort()
+            raise
+        self._start_threads()
+        return missing
+
+    def _granted(self, ready: StreamReady) -> frozenset[int]:
+        missing = frozenset(ready.missing)
+        wrong = [b for b in missing if not 0 <= b < self._layout.full_blocks]
+        if wrong or ready.ring < 1:
+            raise ProtocolError(
+                f"{self}: the receiver asks for blocks {wrong[:8]} of 0..{self._layout.full_blocks - 1} "
+                f"and grants a ring of {ready.ring}; it must name blocks of this stream and grant at least 1"
+            )
+        self._wanted = missing | ({self._layout.full_blocks} if self._layout.tail_tokens else set())
+        self._unsent = [set(self._wanted) for _ in range(self._layout.layers)]
+        self._ring = ready.ring
+        return missing
+
+    def _start_threads(self) -> None:
+        with self._cond:
+            if self._error is not None:  # aborted meanwhile
+                return
+            for kind, target in (("send", self._send_loop), ("acks", self._ack_loop)):
+                thread = threading.Thread(
+                    target=target, name=f"kvferry-stream-{kind}-{self._name}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    # ---- the model's thread ---------------------------------------------------------------------
+
+    def put_layer(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> None:
+        """Queue the KV of one layer of some blocks. Never blocks on the peer and never copies.
+
+        Blocks that are not missing at the receiver are skipped. After an error, or abort, it does
+        nothing. A chunked prefill calls it for the same layer again with the blocks of each chunk;
+        layers and blocks may come in any order.
+
+        Args:
+            layer: Number of the layer.
+            blocks: Pairs of block number and one contiguous buffer a tensor of the layer, in the
+                order of the spec: whole tensors for a full block, the first ``tail_tokens`` rows for
+                the tail block. They are held, and must stay unchanged, until :meth:`finish` or
+                :meth:`abort` has returned.
+
+        Raises:
+            ProtocolError: Before begin, after finish, or for a block that was put before.
+            ConfigError: For a layer, block or size that does not belong to the stream.
+        """
+        if not self._begun:
+            raise ProtocolError(f"{self}: put_layer before begin")
+        if self._error is not None:
+            return
+        if not 0 <= layer < self._layout.layers:
+            raise ConfigError(f"{self}: layer {layer} is outside 0..{self._layout.layers - 1}")
+        frames = self._frames(layer, blocks)
+        with self._cond:
+            if self._handoff is not None:
+                raise ProtocolError(f"{self}: put_layer({layer}) after finish")
+            if self._error is None:
+                self._queue.extend(frames)
+                self._cond.notify_all()
+
+    def _frames(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> list[_Frame]:
+        unsent = self._unsent[layer]
+        frames: list[_Frame] = []
+        numbers: list[int] = []
+        parts: list[memoryview] = []
+        nbytes = 0
+        for block, tensors in blocks:
+            if not 0 <= block < self._layout.blocks:
+                raise ConfigError(
+                    f"{self}: block {block} of layer {layer} is outside 0..{self._layout.blocks - 1}"
+                )
+            if block not in unsent:
+                if block in self._wanted:
+                    raise ProtocolError(f"{self}: block {block} of layer {layer} was put twice")
+                continue
+            views = self._views(layer, block, tensors)
+            size = self._layout.payload_nbytes(layer, block)
+            if numbers and nbytes + size > self._max_frame_nbytes:
+                frames.append(_Frame(layer, tuple(numbers), parts))
+                numbers, parts, nbytes = [], [], 0
+            numbers.append(block)
+            parts.extend(views)
+            nbytes += size
+            unsent.discard(block)
+        if numbers:
+            frames.append(_Frame(layer, tuple(numbers), parts))
+        return frames
+
+    def _views(self, layer: int, block: int, tensors: Sequence[Buf]) -> list[memoryview]:
+        views = [as_bytes_view(t) for t in tensors]
+        expected = self._layout.tensor_nbytes(layer, block)
+        if len(views) != len(expected) or any(len(v) != n for v, n in zip(views, expected, strict=True)):
+            raise ConfigError(
+                f"{self}: layer {layer} of block {block} has tensors of {[len(v) for v in views]} bytes, "
+                f"the spec says {list(expected)}"
+            )
+        pad = self._layout.pad_nbytes(layer, block)
+        if pad:
+            views.append(memoryview(_PADDING)[:pad])
+        return views
+
+    # ---- the background threads -----------------------------------------------------------------
+
+    def _send_loop(self) -> None:
+        try:
+            while (frame := self._next_frame()) is not None:
+                message = PutLayer(layer=frame.layer, blocks=frame.blocks)
+                self._channel.send(message, frame.parts, deadline=self._deadline)
+                del frame  # waiting for the next one must not hold the memory of this one
+            self._send_end()
+        except KVFerryError as exc:
+            self._send_failed(exc)
+        except Exception as exc:  # noqa: BLE001 - thread root
+            _log.exception("%s: sending failed", self)
+            self._fail(exc)
+            self._channel.abort()
+
+    def _next_frame(self) -> _Frame | None:
+        """Wait for a frame and room in the ring; ``None`` once all is acknowledged, or after an error."""
+        with self._cond:
+            while self._error is None:
+                if self._queue and self._under_way < self._ring:
+                    self._under_way += 1
+                    return self._queue.popleft()
+                if self._handoff is not None and not self._queue and not self._under_way:
+                    return None
+                if not self._cond.wait(time_left(self._deadline)) and time_left(self._deadline) == 0:
+                    raise TransferTimeoutError(
+                        f"{self}: past its deadline with {len(self._queue)} frames queued and "
+                        f"{self._under_way} of {self._ring} unacknowledged"
+                    )
+        return None
+
+    def _send_end(self) -> None:
+        with self._cond:
+            handoff, error = self._handoff, self._error
+        if error is None and handoff is not None:
+            self._channel.send(FinishStream(handoff=handoff), deadline=self._deadline)
+        elif isinstance(error, RequestCancelledError):
+            with contextlib.suppress(TransportError):
+                self._channel.send(AbortStream(reason=str(error)), deadline=deadline_in(_ABORT_TIMEOUT_S))
+                self._channel.close()
+
+    def _send_failed(self, error: KVFerryError) -> None:
+        """Keep ``error``, unless the receiver's own reason is about to arrive: it says more."""
+        if isinstance(error, ConnectionClosedError):
+            self._acks_ended.wait(_ABORT_TIMEOUT_S)
+        self._fail(error)
+        self._channel.abort()
+
+    def _ack_loop(self) -> None:
+        try:
+            while self._take_answer():
+                pass
+        except KVFerryError as exc:
+            self._fail(exc)
+            self._channel.abort()
+        except Exception as exc:  # noqa: BLE001 - thread root
+            _log.exception("%s: reading acknowledgements failed", self)
+            self._fail(exc)
+            self._channel.abort()
+        finally:
+            self._acks_ended.set()
+
+    def _take_answer(self) -> bool:
+        """Take one message; ``False`` after the last."""
+        incoming = self._channel.receive(self._deadline)
+        message = incoming.message
+        if isinstance(message, Failure):
+            raise error_from_code(message.code, f"{self}: the receiver failed: {message.message}")
+        with self._cond:
+            if isinstance(message, LayerAck) and 1 <= message.count <= self._under_way:
+                self._under_way -= message.count
+                self._cond.notify_all()
+                return True
+            if isinstance(message, StreamDone) and self._handoff is not None and not self._under_way:
+                self._done = message
+                self._cond.notify_all()
+                return False
+            under_way = self._under_way
+        raise ProtocolError(
+            f"{self}: the receiver sent {message!r} with {under_way} frames unacknowledged", remote=True
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error, drop what is queued, wake everybody."""
+        with self._cond:
+            if self._error is None and self._done is None:
+                self._error = clean_error(error)
+            self._queue.clear()
+            self._cond.notify_all()
+
+    # ---- ending ---------------------------------------------------------------------------------
+
+    def finish(self, handoff: Handoff, deadline: float) -> StreamDone:
+        """Wait until everything was sent and acknowledged, hand over, and wait until it is published.
+
+        Afterwards, also after an exception, no buffer given to :meth:`put_layer` is referenced.
+
+        Args:
+            handoff: What decode needs beside the KV.
+            deadline: By when; the deadline of :meth:`begin` holds too.
+
+        Returns:
+            The receiver's figures.
+
+        Raises:
+            KVFerryError: What ended the stream (:attr:`error`); nothing is visible at the receiver.
+            ProtocolError: If a layer of a block was never put; the stream is aborted.
+            TransferTimeoutError: At the deadline; the stream is aborted.
+        """
+        if not self._threads and self._error is None:
+            raise ProtocolError(f"{self}: finish before begin")
+        gaps = [(layer, min(left)) for layer, left in enumerate(self._unsent) if left]
+        if gaps and self._error is None:
+            self.abort("the sender has not put every layer")
+            raise ProtocolError(
+                f"{self}: finish, but {len(gaps)} layers are incomplete; first: block {gaps[0][1]} of "
+                f"layer {gaps[0][0]} was never put"
+            )
+        with self._cond:
+            self._handoff = handoff
+            self._cond.notify_all()
+            self._cond.wait_for(lambda: self._done or self._error, time_left(deadline))
+            done, error = self._done, self._error
+        if done is None and error is None:
+            error = TransferTimeoutError(
+                f"{self}: not taken over by the receiver within the deadline of finish"
+            )
+            self._fail(error)
+        if done is None:
+            self._channel.abort()
+        self._join()
+        if done is not None:
+            return done
+        assert error is not None
+        raise clean_error(error)
+
+    def abort(self, reason: str) -> None:
+        """Give up: nothing of the stream becomes visible. Safe from any thread; takes 2 s at most.
+
+        Tells the receiver if no frame is half sent, else cuts the connection. When it has returned no
+        buffer is referenced. Does nothing after :meth:`finish`.
+        """
+        if self._done is not None:
+            return
+        self._fail(RequestCancelledError(reason))
+        limit = deadline_in(_ABORT_TIMEOUT_S)
+        for thread in self._threads[:1]:  # the sending thread takes leave if it is between two frames
+            thread.join(time_left(limit))
+        self._channel.abort()
+        self._join()
+
+    def _join(self) -> None:
+        limit = deadline_in(_ABORT_TIMEOUT_S)
+        for thread in self._threads:
+            if thread is threading.current_thread():
+                continue
+            thread.join(time_left(limit))
+            if thread.is_alive():
+                _log.error("%s: thread %s does not end; its buffers stay referenced", self, thread.name)
