@@ -18,7 +18,16 @@ import numpy.typing as npt
 
 from kvferry.core.errors import ConfigError
 
-__all__ = ["KEY_NBYTES", "BlockKey", "Media", "Tokens", "block_keys", "foreign_keys", "token_array"]
+__all__ = [
+    "KEY_NBYTES",
+    "BlockKey",
+    "Media",
+    "Tokens",
+    "block_keys",
+    "foreign_keys",
+    "token_array",
+    "usable_prefix",
+]
 
 KEY_NBYTES = 32
 BlockKey = NewType("BlockKey", bytes)
@@ -136,3 +145,12 @@ def foreign_keys(engine_hashes: Iterable[bytes]) -> list[BlockKey]:
         if len(key) != KEY_NBYTES:
             raise ConfigError(f"engine hash {index} has {len(key)} bytes, a key has {KEY_NBYTES}")
     return keys
+
+
+def usable_prefix(hit_blocks: int, prompt_tokens: int, block_tokens: int) -> int:
+    """Tokens of a prompt that need not be computed when ``hit_blocks`` of its blocks are stored.
+
+    The last token of a prompt is always computed, since its logits are wanted: at most
+    ``prompt_tokens - 1``, and never below 0.
+    """
+    return max(0, min(hit_blocks * block_tokens, prompt_tokens - 1))

@@ -23,6 +23,7 @@ from kvferry.wire import messages as m
 from kvferry.wire.messages import AnyMessage, Message
 
 __all__ = [
+    "FLAG_TRAILER",
     "HEADER_NBYTES",
     "MAGIC",
     "MIN_VERSION",
@@ -33,7 +34,6 @@ __all__ = [
     "TYPE_NUMBERS",
     "VERSION",
     "Event",
-    "Flags",
     "Limits",
     "MessageReceived",
     "Side",
@@ -52,6 +52,8 @@ MIN_VERSION: Final = 1
 
 _HEADER = struct.Struct("<4sHHIQIQ")
 _TRAILER = struct.Struct("<Q")
+FLAG_TRAILER: Final = 1
+"""Bit of the header's flags: the payload is followed by its checksum. All other bits are zero."""
 HEADER_NBYTES: Final = _HEADER.size
 TRAILER_NBYTES: Final = _TRAILER.size
 
@@ -92,14 +94,6 @@ PAYLOAD_TYPES: Final[frozenset[type[Message]]] = frozenset({m.PutLayer, m.Prefil
 # Over the union, not per class: only so is the tag required and compared.
 _DECODER: Final = msgspec.msgpack.Decoder(AnyMessage)
 _ENCODER: Final = msgspec.msgpack.Encoder()
-
-
-class Flags(enum.IntFlag):
-    """Flag bits of the header; all others are zero."""
-
-    NONE = 0
-    TRAILER = 1
-    """The payload is followed by its checksum."""
 
 
 class Side(enum.Enum):
@@ -299,7 +293,7 @@ class WireProtocol:
         self._check_lengths(cls, len(meta), payload_nbytes, remote=False)
         if isinstance(message, m.Welcome):
             self._agree_as_server(message)
-        flags = Flags.TRAILER if payload_nbytes and self.checksum else Flags.NONE
+        flags = FLAG_TRAILER if payload_nbytes and self.checksum else 0
         header = _HEADER.pack(
             MAGIC,
             self.version or self.versions.lowest,
@@ -404,8 +398,8 @@ class WireProtocol:
         after = _next_state(self.state, self.side.other, cls)
         if after is None:
             raise self._refuse(f"sent {_NAMES[cls]!r} in state {self.state.value!r}")
-        has_trailer = flags == Flags.TRAILER
-        if has_trailer != (payload_nbytes > 0 and self.checksum) or flags & ~Flags.TRAILER:
+        has_trailer = payload_nbytes > 0 and self.checksum
+        if flags != (FLAG_TRAILER if has_trailer else 0):
             raise self._refuse(
                 f"sent {_NAMES[cls]!r} with flags {flags:#x} and {payload_nbytes} payload bytes"
             )
@@ -447,9 +441,8 @@ class WireProtocol:
         self, cls: type[Message], meta_nbytes: int, payload_nbytes: int, *, remote: bool
     ) -> None:
         limits = self.limits
-        most = limits.max_meta_nbytes
-        if self.state in _HANDSHAKE_STATES:
-            most = min(most, limits.max_handshake_nbytes)
+        handshake = self.state in _HANDSHAKE_STATES
+        most = limits.max_handshake_nbytes if handshake else limits.max_meta_nbytes
         who = f"{self._peer} sent" if remote else "this side would send"
         if meta_nbytes > most:
             raise ProtocolError(

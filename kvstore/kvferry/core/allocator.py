@@ -1,0 +1,95 @@
+"""Page runs of one segment: best fit, lowest address first, neighbours joined when freed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from kvferry.core.errors import StoreError
+
+__all__ = ["PageAllocator"]
+
+
+class PageAllocator:
+    """Hands out runs of pages of mixed lengths; keeps numbers only, never touches memory.
+
+    The smallest free run that is long enough is used, of those the one with the lowest address, and
+    a freed run is joined with its free neighbours at once: free space is always described by the
+    fewest possible runs, and a run is split only when no better fit exists. A slot wastes less than
+    one page. Searching is O(log n) in the number of free runs; the one list insertion moves eight
+    bytes a run. Not thread safe: the arena's lock is held.
+    """
+
+    __slots__ = ("_by_size", "_free", "_stops", "_used", "free_pages", "pages")
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.free_pages = pages
+        self._free: dict[int, int] = {0: pages} if pages else {}  # start -> length
+        self._stops: dict[int, int] = {pages: 0} if pages else {}  # stop -> start
+        self._by_size: list[tuple[int, int]] = [(pages, 0)] if pages else []
+        self._used: dict[int, int] = {}
+
+    @property
+    def largest_run(self) -> int:
+        """Pages of the longest free run."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Free runs as (start, pages), by address."""
+        return sorted(self._free.items())
+
+    def length(self, start: int) -> int | None:
+        """Pages of the run handed out at ``start``, ``None`` if there is none."""
+        return self._used.get(start)
+
+    def allocate(self, pages: int) -> int | None:
+        """First page of a run of ``pages`` pages, or ``None`` if no free run is long enough.
+
+        Raises:
+            ValueError: If ``pages`` is less than 1.
+        """
+        if pages < 1:
+            raise ValueError(f"a run of {pages} pages")
+        at = bisect_left(self._by_size, (pages, -1))
+        if at == len(self._by_size):
+            return None
+        length, start = self._by_size.pop(at)
+        del self._free[start], self._stops[start + length]
+        if length > pages:
+            self._insert(start + pages, length - pages)
+        self._used[start] = pages
+        self.free_pages -= pages
+        return start
+
+    def free(self, start: int) -> int:
+        """Take a run back; returns its pages.
+
+        Raises:
+            StoreError: If no run was handed out at ``start``; nothing changes.
+        """
+        pages = self._used.pop(start, None)
+        if pages is None:
+            raise StoreError(f"page {start} starts no slot in use; it was freed already or never handed out")
+        self.free_pages += pages
+        length = pages
+        stop = start + length
+        after = self._free.get(stop)
+        if after is not None:
+            self._remove(stop, after)
+            length += after
+        before = self._stops.get(start)
+        if before is not None:
+            self._remove(before, start - before)
+            length += start - before
+            start = before
+        self._insert(start, length)
+        return pages
+
+    def _insert(self, start: int, length: int) -> None:
+        self._free[start] = length
+        self._stops[start + length] = start
+        insort(self._by_size, (length, start))
+
+    def _remove(self, start: int, length: int) -> None:
+        del self._free[start], self._stops[start + length]
+        del self._by_size[bisect_left(self._by_size, (length, start))]

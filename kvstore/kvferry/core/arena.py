@@ -1,0 +1,299 @@
+"""The arena: host memory of one tenant from which blocks of mixed sizes are handed out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.core.allocator import PageAllocator
+from kvferry.core.buffers import PAGE_NBYTES
+from kvferry.core.errors import CapacityError, ConfigError, StoreError
+from kvferry.core.segments import MappedSegment, Segment, SegmentInfo, Slot, pages_of
+
+__all__ = [
+    "Arena",
+    "ArenaLayout",
+    "ArenaMap",
+    "MappedSegment",
+    "Segment",
+    "SegmentInfo",
+    "Slot",
+    "available_memory",
+]
+
+_LOG = logging.getLogger(__name__)
+_MEMINFO = Path("/proc/meminfo")
+_MIN_SEGMENT_NBYTES = 64 << 20
+_MAX_SEGMENT_NBYTES = 4 << 30  # populating more would hold the store's lock for seconds
+_SLOTS_A_SEGMENT = 16  # at least, so that the unusable rest of a segment is below 1/16 of it
+
+
+def available_memory() -> int:
+    """Bytes that the kernel can give without swapping (``MemAvailable``).
+
+    Raises:
+        StoreError: If the kernel does not say.
+    """
+    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise StoreError(f"{_MEMINFO} has no MemAvailable")
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """What another process needs beside the descriptors; plain data that msgspec encodes.
+
+    ``epoch`` differs for every arena ever made: after a restart of the owner old maps show nothing new.
+    """
+
+    tenant: str
+    epoch: str
+    segments: tuple[SegmentInfo, ...]
+
+
+class Arena:
+    """A list of segments of one tenant, grown on demand up to a hard capacity. Thread safe.
+
+    Slots are page-aligned runs of pages; the generation of a slot's first page is raised when the
+    slot is freed, before any of its pages can be handed out again.
+
+    Args:
+        capacity_nbytes: Bytes of all segments together, rounded down to pages.
+        tenant: Whose KV it holds.
+        segment_nbytes: Smallest segment; segments grow with the arena.
+        shared: See :class:`Segment`.
+
+    Raises:
+        ConfigError: If the capacity is below a page or above the memory that is available now.
+    """
+
+    def __init__(
+        self,
+        capacity_nbytes: int,
+        *,
+        tenant: str = "default",
+        segment_nbytes: int = _MIN_SEGMENT_NBYTES,
+        shared: bool = True,
+    ) -> None:
+        if capacity_nbytes < PAGE_NBYTES:
+            raise ConfigError(
+                f"an arena of {capacity_nbytes} bytes; at least one page ({PAGE_NBYTES}) is needed"
+            )
+        if segment_nbytes < 1:
+            raise ConfigError(f"segment_nbytes is {segment_nbytes}, must be at least 1")
+        available = available_memory()
+        if capacity_nbytes > available:
+            raise ConfigError(
+                f"an arena of {capacity_nbytes} bytes was asked, {available} bytes of memory are available; "
+                "lower the capacity"
+            )
+        self.tenant = tenant
+        self.capacity_nbytes = capacity_nbytes // PAGE_NBYTES * PAGE_NBYTES
+        self.epoch = uuid.uuid4().hex
+        self._shared = shared
+        self._segment_nbytes = pages_of(segment_nbytes) * PAGE_NBYTES
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._allocators: list[PageAllocator] = []
+        self._mapped_nbytes = 0
+        self._used_pages = 0
+        self._refused_growth = False
+        self._closed = False
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the slots in use, in whole pages."""
+        return self._used_pages * PAGE_NBYTES
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes up to the capacity that no slot uses, mapped or not; not necessarily one run."""
+        return self.capacity_nbytes - self.used_nbytes
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """Bytes of all segments made so far; they are populated, so this is memory in use."""
+        return self._mapped_nbytes
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        """A slot of ``nbytes`` bytes, or ``None`` if no free run is long enough and the arena can't grow.
+
+        Raises:
+            CapacityError: If it could never fit.
+            StoreError: If the arena is closed.
+        """
+        if nbytes < 0:
+            raise ValueError(f"a slot of {nbytes} bytes")
+        pages = pages_of(nbytes)
+        if pages * PAGE_NBYTES > self.capacity_nbytes:
+            raise CapacityError(
+                f"a block of {nbytes} bytes never fits an arena of {self.capacity_nbytes} bytes; "
+                "raise the capacity"
+            )
+        with self._lock:
+            if self._closed:
+                raise StoreError("the arena is closed")
+            for segment, allocator in zip(self._segments, self._allocators, strict=True):
+                if allocator.largest_run >= pages:
+                    return self._take(segment, allocator, pages, nbytes)
+            if not self._grow(pages):
+                return None
+            return self._take(self._segments[-1], self._allocators[-1], pages, nbytes)
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot back; its generation is raised first.
+
+        Raises:
+            StoreError: If the slot is not in use under this generation; nothing changes.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            segment, allocator = self._find(slot)
+            start = slot.offset // PAGE_NBYTES
+            if segment.generation(slot.offset) != slot.generation or allocator.length(start) is None:
+                raise StoreError(f"{slot} is not in use; it was freed already")
+            segment.raise_generation(slot.offset)
+            self._used_pages -= allocator.free(start)
+
+    def view(self, slot: Slot) -> memoryview:
+        """The writable bytes of ``slot``; they stay mapped as long as a view lives, also after ``close``."""
+        return self._find(slot)[0].view(slot)  # no lock: segments are only ever appended
+
+    def is_current(self, slot: Slot) -> bool:
+        """Whether ``slot`` is still in use under its generation."""
+        return not self._closed and self._find(slot)[0].generation(slot.offset) == slot.generation
+
+    def layout(self) -> ArenaLayout:
+        """The present segments, in the order of :meth:`descriptors`."""
+        with self._lock:
+            return ArenaLayout(self.tenant, self.epoch, tuple(s.info for s in self._segments))
+
+    def descriptors(self) -> list[tuple[int, int]]:
+        """(data, generations) descriptors of the present segments, to be passed on; they stay the arena's."""
+        with self._lock:
+            return [(s.data_fd, s.generations_fd) for s in self._segments]
+
+    def close(self) -> None:
+        """Close all segments; the memory goes with the last view. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            for segment in self._segments:
+                segment.close()
+
+    def _take(self, segment: Segment, allocator: PageAllocator, pages: int, nbytes: int) -> Slot:
+        start = allocator.allocate(pages)
+        assert start is not None  # the caller looked at the longest run under the same lock
+        self._used_pages += pages
+        offset = start * PAGE_NBYTES
+        return Slot(segment.info.segment, offset, nbytes, segment.generation(offset))
+
+    def _find(self, slot: Slot) -> tuple[Segment, PageAllocator]:
+        if not 0 <= slot.segment < len(self._segments):
+            raise StoreError(f"{slot}: the arena has {len(self._segments)} segments")
+        return self._segments[slot.segment], self._allocators[slot.segment]
+
+    def _grow(self, pages: int) -> bool:
+        room = self.capacity_nbytes - self._mapped_nbytes
+        needed = pages * PAGE_NBYTES
+        if needed > room:
+            return False
+        wanted = max(self._segment_nbytes, needed * _SLOTS_A_SEGMENT, self._mapped_nbytes // 8)
+        wanted = max(min(wanted, _MAX_SEGMENT_NBYTES), needed) // PAGE_NBYTES * PAGE_NBYTES
+        nbytes = room if room - wanted < self._segment_nbytes else wanted
+        available = available_memory()
+        try:
+            if nbytes > available:
+                raise MemoryError(f"{available} bytes of memory are available")
+            segment = Segment(len(self._segments), nbytes, self.tenant, shared=self._shared)
+        except (MemoryError, OSError) as error:
+            self._refuse(nbytes, error)
+            return False
+        self._segments.append(segment)
+        self._allocators.append(PageAllocator(nbytes // PAGE_NBYTES))
+        self._mapped_nbytes += nbytes
+        return True
+
+    def _refuse(self, nbytes: int, error: BaseException) -> None:
+        """The host ran short since the start: go on with what is mapped; said once."""
+        if not self._refused_growth:
+            self._refused_growth = True
+            _LOG.warning(
+                "arena of tenant %s stays at %d of %d bytes: no segment of %d bytes: %s",
+                self.tenant, self._mapped_nbytes, self.capacity_nbytes, nbytes, error,
+            )  # fmt: skip
+
+
+class ArenaMap:
+    """An arena as a client process sees it: views and generation checks, none of the owner's code.
+
+    Built from the plain layout and the descriptors that were passed along. Thread safe once built;
+    :meth:`add` is for one thread at a time.
+    """
+
+    def __init__(self, tenant: str, epoch: str) -> None:
+        self.tenant = tenant
+        self.epoch = epoch
+        self._segments: dict[int, MappedSegment] = {}
+
+    @classmethod
+    def from_fds(
+        cls, layout: ArenaLayout, fds: Sequence[tuple[int, int]], *, writable: bool = False
+    ) -> ArenaMap:
+        """Map every segment of ``layout``.
+
+        Args:
+            layout: From :meth:`Arena.layout`.
+            fds: (data, generations) descriptors in the same order; they stay the caller's.
+            writable: Map the data writable.
+
+        Raises:
+            ProtocolError: If a descriptor is not what ``layout`` says.
+            ValueError: If there are not as many pairs as segments.
+        """
+        arena = cls(layout.tenant, layout.epoch)
+        for info, (data_fd, generations_fd) in zip(layout.segments, fds, strict=True):
+            arena.add(info, data_fd, generations_fd, writable=writable)
+        return arena
+
+    def add(self, info: SegmentInfo, data_fd: int, generations_fd: int, *, writable: bool = False) -> None:
+        """Map one more segment, which the owner made since.
+
+        Raises:
+            ConfigError: If it belongs to another tenant.
+            ProtocolError: As :meth:`from_fds`.
+        """
+        if info.tenant != self.tenant:
+            raise ConfigError(
+                f"segment {info.segment} is tenant {info.tenant}'s, this map is {self.tenant}'s"
+            )
+        self._segments[info.segment] = MappedSegment(info, data_fd, generations_fd, writable=writable)
+
+    def view(self, slot: Slot) -> memoryview:
+        """The bytes of ``slot``; tentative until :meth:`is_current` was true after the last read."""
+        return self._segment(slot).view(slot)
+
+    def is_current(self, slot: Slot) -> bool:
+        """Whether ``slot`` has not been freed since it was handed out."""
+        return self._segment(slot).generation(slot.offset) == slot.generation
+
+    def close(self) -> None:
+        """Forget the mappings; the memory goes with the last view."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+    def _segment(self, slot: Slot) -> MappedSegment:
+        found = self._segments.get(slot.segment)
+        if found is None:
+            raise StoreError(
+                f"{slot}: segment {slot.segment} is not mapped here ({sorted(self._segments)} are); "
+                "ask the owner for its descriptors"
+            )
+        return found

@@ -1,0 +1,507 @@
+"""A ``BlockStore`` in memory: one arena, many namespaces and block sizes, leases, eviction by chains."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+
+from kvferry.core import keys as _keys
+from kvferry.core.arena import Arena, ArenaLayout
+from kvferry.core.blockstore import Completion, Hit, Stats
+from kvferry.core.buffers import Buf, as_bytes_view, copy_into
+from kvferry.core.chains import Block
+from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError, StoreError
+from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens
+from kvferry.core.leases import LeaseState, SlotLease, SlotReadLease, SlotWriteLease
+from kvferry.core.pool import BlockPool, Fill
+from kvferry.core.segments import Slot
+from kvferry.core.sessions import Session
+from kvferry.core.spec import KeyScope, KVSpec, namespace_id
+
+__all__ = ["MemoryNamespace", "MemoryStore", "SessionStore"]
+
+_TIER = "dram"
+_DEFAULT_SCOPE = KeyScope()
+
+
+def _require_keys(keys: Iterable[BlockKey]) -> None:
+    for key in keys:
+        if len(key) != KEY_NBYTES:
+            raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
+
+
+class MemoryStore:
+    """Blocks in host memory of one tenant. Thread safe; has no threads of its own.
+
+    Eviction follows :mod:`kvferry.core.chains`. Leases and pins past their deadline are ended by
+    whichever call comes next, so a store that nobody uses still shows nothing pinned in ``stats``.
+
+    Args:
+        capacity_nbytes: Hard bound of the arena; memory is taken as it is needed.
+        tenant: Whose KV it holds.
+        lease_s: Seconds that a lease lasts.
+        write_quota_nbytes: Most bytes that one session may have reserved and in quarantine together;
+            the whole capacity if not given.
+        session: Owner of the leases taken through the store itself; one of its own if not given.
+
+    Raises:
+        ConfigError: If the capacity is above available memory, or a value cannot be used.
+    """
+
+    def __init__(
+        self,
+        capacity_nbytes: int,
+        *,
+        tenant: str = "default",
+        lease_s: float = 30.0,
+        write_quota_nbytes: int | None = None,
+        session: Session | None = None,
+    ) -> None:
+        if not lease_s > 0:
+            raise ConfigError(f"lease_s is {lease_s}, must be above 0")
+        if write_quota_nbytes is not None and write_quota_nbytes < 1:
+            raise ConfigError(f"write_quota_nbytes is {write_quota_nbytes}, must be at least 1")
+        self.tenant = tenant
+        self.lease_s = lease_s
+        self.arena = Arena(capacity_nbytes, tenant=tenant)
+        self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
+        self._cond = threading.Condition(threading.Lock())
+        self._pool = BlockPool(self.arena, self)
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._closed = False
+        self._lookups = 0
+        self._lookup_blocks = 0
+        self._hit_blocks = 0
+        self.session = session or Session(f"{tenant}-store")
+        self._watch(self.session)
+
+    # ---- the BlockStore ----------------------------------------------------------------------
+
+    def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> MemoryNamespace:
+        """The namespace of ``spec`` and ``scope``, with leases that belong to the store's own session."""
+        return MemoryNamespace(self, self.session, spec, scope)
+
+    def for_session(self, session: Session) -> SessionStore:
+        """The same blocks, with leases that belong to ``session``."""
+        self._watch(session)
+        return SessionStore(self, session)
+
+    def poll(self) -> list[Completion]:
+        """End what is past its deadline; nothing runs in the background, so nothing is reported."""
+        with self._cond:
+            if not self._closed:
+                self._sweep(processes=True)
+        return []
+
+    def flush(self, *, deadline: float) -> bool:  # noqa: ARG002
+        """There is no slower tier: always ``True``."""
+        return True
+
+    def stats(self) -> Stats:
+        """Counters and gauges; sizes in whole slots.
+
+        ``pinned_nbytes`` is what can't be evicted: blocks under a read lease or pin, removed ones that
+        are still read, and reserved slots; quarantined slots are counted apart. ``used_nbytes`` is all
+        of these and the evictable blocks. Hits are counted by ``lookup``.
+        """
+        with self._cond:
+            if self._closed:
+                return Stats()
+            self._sweep(processes=True)
+            pool = self._pool
+            return Stats(
+                entries=pool.entries,
+                used_nbytes=self.arena.used_nbytes,
+                capacity_nbytes=self.arena.capacity_nbytes,
+                pinned_nbytes=self._pinned_nbytes(),
+                quarantined_nbytes=pool.quarantined_nbytes,
+                leases=pool.active_leases,
+                lookups=self._lookups,
+                lookup_blocks=self._lookup_blocks,
+                hit_blocks=self._hit_blocks,
+                saved_blocks=pool.saved_blocks,
+                evicted_blocks=pool.evicted_blocks,
+                expired_leases=pool.expired_leases,
+                per_tier={
+                    _TIER: {
+                        "entries": float(pool.entries),
+                        "used_nbytes": float(self.arena.used_nbytes),
+                        "capacity_nbytes": float(self.arena.capacity_nbytes),
+                        "mapped_nbytes": float(self.arena.mapped_nbytes),
+                    }
+                },
+            )
+
+    def close(self) -> None:
+        """End all leases, wake all waiters, free the memory (with its last view); twice does nothing."""
+        with self._cond:
+            if self._closed:
+                return
+            self._closed = True
+            self._pool.close("the store was closed")
+            self._cond.notify_all()
+
+    # ---- for other processes of the tenant ------------------------------------------------------
+
+    def layout(self) -> ArenaLayout:
+        """The arena's segments, for an :class:`kvferry.core.arena.ArenaMap` elsewhere."""
+        return self.arena.layout()
+
+    def find_lease(self, lease_id: str, session: Session) -> SlotLease | None:
+        """The lease of that id if it holds blocks and belongs to ``session``."""
+        with self._cond:
+            lease: SlotLease | None = self._pool.reads.get(lease_id) or self._pool.writes.get(lease_id)
+            return lease if lease is not None and lease.session is session else None
+
+    # ---- the LeaseOwner: called by leases --------------------------------------------------------
+
+    def slot_view(self, slot: Slot) -> memoryview:
+        """The writable bytes of a slot."""
+        return self.arena.view(slot)
+
+    def slot_is_current(self, slot: Slot) -> bool:
+        """Whether the slot was not freed since."""
+        return self.arena.is_current(slot)
+
+    def end_read(self, lease: SlotReadLease) -> bool:
+        """See :meth:`SlotReadLease.release`."""
+        with self._cond:
+            if lease.state is LeaseState.ENDED:
+                return False
+            self._pool.close_read(lease, LeaseState.ENDED, "it was released")
+            self._cond.notify_all()
+            return True
+
+    def commit_write(self, lease: SlotWriteLease) -> int:
+        """See :meth:`SlotWriteLease.commit`; a commit that comes too late counts as an abort."""
+        with self._cond:
+            try:
+                lease.require_active()
+                if lease.session.ended:
+                    raise LeaseExpiredError(f"{lease!r}: its session has ended; nothing is published")
+            except LeaseExpiredError:
+                if lease.state is not LeaseState.ENDED:
+                    self._pool.abort(lease, "its commit came too late")
+                    self._cond.notify_all()
+                raise
+            if lease.writings:
+                raise StoreError(f"{lease!r}: commit with {lease.writings} writing() open; close them first")
+            stored = self._pool.commit(lease)
+            self._cond.notify_all()
+            return stored
+
+    def abort_write(self, lease: SlotWriteLease) -> None:
+        """See :meth:`SlotWriteLease.abort`."""
+        with self._cond:
+            if lease.state is not LeaseState.ENDED:
+                self._pool.abort(lease, "it was aborted")
+                self._cond.notify_all()
+
+    def begin_writing(self, lease: SlotWriteLease) -> None:
+        """See :meth:`SlotWriteLease.writing`."""
+        with self._cond:
+            lease.require_active()
+            lease.writings += 1
+
+    def end_writing(self, lease: SlotWriteLease) -> None:
+        """See :meth:`SlotWriteLease.writing`."""
+        with self._cond:
+            self._pool.writing_ended(lease)
+            self._cond.notify_all()
+
+    # ---- called by namespaces --------------------------------------------------------------------
+
+    def _lookup(self, ns: bytes, keys: Sequence[BlockKey]) -> Hit:
+        with self._cond:
+            self._require_open()
+            hit = Hit(tuple(None if self._pool.get(ns, key) is None else _TIER for key in keys))
+            self._lookups += 1
+            self._lookup_blocks += len(keys)
+            self._hit_blocks += sum(tier is not None for tier in hit.tiers)
+            return hit
+
+    def _load(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> SlotReadLease:
+        with self._cond:
+            now = self._begin(namespace.session)
+            blocks = self._pool.prefix(namespace.namespace_id, keys)
+            self._pool.touch(blocks)
+            return self._pool.open_read(namespace.session, namespace.spec, blocks, now + self.lease_s)
+
+    def _reserve(
+        self, namespace: MemoryNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, deadline: float
+    ) -> SlotWriteLease:
+        _require_keys(keys if parent is None else [*keys, parent])
+        parents = dict(zip(keys, [parent, *keys], strict=False))
+        with self._cond:
+            while True:
+                now = self._begin(namespace.session, processes=True)
+                missing = [k for k in parents if self._pool.get(namespace.namespace_id, k) is None]
+                shortage = self._quota_shortage(namespace, len(missing))
+                if shortage is None:
+                    lease = self._try_reserve(namespace, parents, missing, now)
+                    if lease is not None:
+                        return lease
+                    shortage = self._room_shortage(namespace, parents, len(missing))
+                message, may_end = shortage
+                if not may_end or now >= deadline:
+                    raise CapacityError(message)
+                change = self._pool.next_change(now)
+                self._cond.wait(max(0.0, min(deadline, deadline if change is None else change) - now))
+
+    def _try_reserve(
+        self,
+        namespace: MemoryNamespace,
+        parents: dict[BlockKey, BlockKey | None],
+        missing: Sequence[BlockKey],
+        now: float,
+    ) -> SlotWriteLease | None:
+        ns = namespace.namespace_id
+        slots = self._pool.allocate(
+            len(missing), namespace.spec.block_nbytes, lambda: self._extended_chain(ns, parents)
+        )
+        if slots is None:
+            return None
+        stored = [b for k in parents if (b := self._pool.get(ns, k)) is not None]
+        self._pool.touch(stored)
+        fill = Fill(ns, tuple(parents[k] for k in missing))
+        return self._pool.open_write(
+            namespace.session, namespace.spec, fill, missing, slots, now + self.lease_s
+        )
+
+    def _extended_chain(self, ns: bytes, parents: dict[BlockKey, BlockKey | None]) -> set[Block]:
+        """Stored blocks of the chain that a reservation extends, up to its head."""
+        index = self._pool.indexes.get(ns)
+        if index is None or not parents:
+            return set()
+        found = {b for k in parents if (b := index.blocks.get(k)) is not None}
+        return found.union(index.chain(next(iter(parents.values()))))
+
+    def _quota_shortage(self, namespace: MemoryNamespace, count: int) -> tuple[str, bool] | None:
+        needed = count * namespace.slot_nbytes
+        held = self._pool.writes.session_nbytes(namespace.session)
+        if held + needed <= self.write_quota_nbytes:
+            return None
+        message = (
+            f"session {namespace.session.name} asked for {needed} bytes of slots and has {held} bytes "
+            f"reserved or in quarantine; its write quota is {self.write_quota_nbytes} bytes; commit or "
+            "abort first, or raise write_quota_nbytes"
+        )
+        return message, needed <= self.write_quota_nbytes
+
+    def _room_shortage(
+        self, namespace: MemoryNamespace, parents: dict[BlockKey, BlockKey | None], count: int
+    ) -> tuple[str, bool]:
+        """Why there is no room, and whether the end of some lease or pin could change that."""
+        pool, arena = self._pool, self.arena
+        needed = count * namespace.slot_nbytes
+        chain = self._extended_chain(namespace.namespace_id, parents)
+        chain_nbytes = sum(b.slot.slot_nbytes for b in chain)
+        chain_held = sum(b.slot.slot_nbytes for b in chain if b.holds)
+        others_held = self._pinned_nbytes() + pool.quarantined_nbytes - chain_held
+        message = (
+            f"no room for {count} blocks of {namespace.spec.block_nbytes} bytes, asked {needed} bytes in "
+            f"whole pages: {arena.free_nbytes} of {arena.capacity_nbytes} bytes free, "
+            f"{self._pinned_nbytes()} pinned by leases, pins and reservations, "
+            f"{pool.quarantined_nbytes} in quarantine, {chain_nbytes} of the chain that is being "
+            "extended; release leases or raise the capacity"
+        )
+        return message, needed + chain_nbytes <= arena.capacity_nbytes and others_held > 0
+
+    def _pin(self, ns: bytes, keys: Sequence[BlockKey], until: float) -> int:
+        with self._cond:
+            self._require_open()
+            self._sweep()
+            blocks = [b for k in dict.fromkeys(keys) if (b := self._pool.get(ns, k)) is not None]
+            for block in blocks:
+                self._pool.pin(block, until)
+            return len(blocks)
+
+    def _unpin(self, ns: bytes, keys: Sequence[BlockKey]) -> None:
+        with self._cond:
+            self._require_open()
+            for key in keys:
+                block = self._pool.get(ns, key)
+                if block is not None:
+                    self._pool.unpin(block)
+            self._cond.notify_all()
+
+    def _remove(self, ns: bytes, keys: Sequence[BlockKey] | None) -> int:
+        """Forget ``keys``, or with ``None`` all of the namespace."""
+        with self._cond:
+            self._require_open()
+            self._sweep()
+            index = self._pool.indexes.get(ns)
+            if index is None:
+                return 0
+            chosen = dict.fromkeys(index.blocks if keys is None else keys)
+            blocks = [b for k in chosen if (b := index.blocks.get(k)) is not None]
+            for block in blocks:
+                self._pool.forget(block)
+            self._cond.notify_all()
+            return len(blocks)
+
+    # ---- under the lock ----------------------------------------------------------------------
+
+    def _begin(self, session: Session, *, processes: bool = False) -> float:
+        self._require_open()
+        if session.ended:
+            raise StoreError(f"session {session.name} has ended; open another")
+        return self._sweep(processes=processes)
+
+    def _sweep(self, *, processes: bool = False) -> float:
+        now = time.monotonic()
+        if self._pool.sweep(now, processes=processes):
+            self._cond.notify_all()
+        return now
+
+    def _pinned_nbytes(self) -> int:
+        return self._pool.held_nbytes + self._pool.forgotten_nbytes + self._pool.reserved_nbytes
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed")
+
+    def _watch(self, session: Session) -> None:
+        with self._cond:
+            if session in self._sessions:
+                return
+            self._sessions.add(session)
+        method = weakref.WeakMethod(self._session_ended)
+
+        def listener() -> None:
+            ended = method()
+            if ended is not None:
+                ended()
+
+        session.on_end(listener)
+
+    def _session_ended(self) -> None:
+        with self._cond:
+            if not self._closed:
+                self._sweep(processes=True)
+                self._cond.notify_all()
+
+
+class SessionStore:
+    """A :class:`MemoryStore` as one session sees it: the same blocks, its own leases. Thread safe."""
+
+    def __init__(self, store: MemoryStore, session: Session) -> None:
+        self.store = store
+        self.session = session
+
+    def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> MemoryNamespace:
+        """The namespace of ``spec`` and ``scope``, with leases that belong to the session."""
+        return MemoryNamespace(self.store, self.session, spec, scope)
+
+    def find_lease(self, lease_id: str) -> SlotLease | None:
+        """The lease of that id, if it holds blocks for this session."""
+        return self.store.find_lease(lease_id, self.session)
+
+    def poll(self) -> list[Completion]:
+        """See :meth:`MemoryStore.poll`."""
+        return self.store.poll()
+
+    def flush(self, *, deadline: float) -> bool:
+        """See :meth:`MemoryStore.flush`."""
+        return self.store.flush(deadline=deadline)
+
+    def stats(self) -> Stats:
+        """Figures of the whole store."""
+        return self.store.stats()
+
+    def close(self) -> None:
+        """End the session and with it its leases; the store and its blocks stay."""
+        self.session.end()
+
+
+class MemoryNamespace:
+    """See :class:`kvferry.core.blockstore.Namespace`. Cheap: holds no blocks itself."""
+
+    def __init__(self, store: MemoryStore, session: Session, spec: KVSpec, scope: KeyScope) -> None:
+        self._store = store
+        self.session = session
+        self.spec = spec
+        self.scope = scope
+        self.namespace_id = namespace_id(spec, scope)
+        self.slot_nbytes = Slot(0, 0, spec.block_nbytes, 0).slot_nbytes
+
+    def keys(self, tokens: Tokens, *, media: Sequence[Media] = ()) -> list[BlockKey]:
+        """Keys of the full blocks of ``tokens``."""
+        return _keys.block_keys(self.namespace_id, tokens, self.spec.block_tokens, media=media)
+
+    def foreign_keys(self, engine_hashes: Iterable[bytes]) -> list[BlockKey]:
+        """An engine's own 32-byte hash chain as keys."""
+        return _keys.foreign_keys(engine_hashes)
+
+    def lookup(self, keys: Sequence[BlockKey]) -> Hit:
+        """Which keys are stored; no side effect but on the counters of lookups."""
+        return self._store._lookup(self.namespace_id, keys)
+
+    def load(self, keys: Sequence[BlockKey], *, deadline: float) -> SlotReadLease:  # noqa: ARG002
+        """Lease the longest stored prefix of ``keys``; never waits, so the deadline has no effect."""
+        return self._store._load(self, keys)
+
+    def reserve(
+        self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float
+    ) -> SlotWriteLease:
+        """Reserve slots for those of ``keys`` that are not stored; several may fill the same key.
+
+        When nothing may be evicted it waits for leases and pins of other chains to end; if none could
+        make room, it raises at once.
+
+        Raises:
+            CapacityError: If there is no room by the deadline, or the session's write quota is used up;
+                nothing stays reserved.
+            ConfigError: If a key is not 32 bytes long.
+            StoreError: If the store is closed or the session has ended.
+        """
+        return self._store._reserve(self, keys, parent, deadline)
+
+    def save(
+        self, blocks: Sequence[tuple[BlockKey, Buf]], *, parent: BlockKey | None, deadline: float
+    ) -> int:
+        """Reserve, copy and commit; returns the blocks newly stored.
+
+        Raises:
+            CapacityError: As :meth:`reserve`.
+            ConfigError: If a buffer is not ``spec.block_nbytes`` long; nothing is stored.
+            LeaseExpiredError: If the copy took longer than a lease lasts; nothing is stored.
+        """
+        sources = {key: as_bytes_view(buf) for key, buf in reversed(blocks)}
+        for key, source in sources.items():
+            if len(source) != self.spec.block_nbytes:
+                raise ConfigError(
+                    f"block {key[:8].hex()}… has {len(source)} bytes, a block of this spec has "
+                    f"{self.spec.block_nbytes}"
+                )
+        with self.reserve([key for key, _ in blocks], parent=parent, deadline=deadline) as lease:
+            for index, key in enumerate(lease.keys):
+                copy_into(lease.view(index), sources[key])
+            return lease.commit()
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        """There is no slower tier: does nothing."""
+
+    def pin(self, keys: Sequence[BlockKey], *, ttl: float) -> int:
+        """Keep stored blocks from eviction for ``ttl`` seconds; returns how many are stored.
+
+        Raises:
+            ConfigError: If ``ttl`` is not above 0.
+        """
+        if not ttl > 0:
+            raise ConfigError(f"a pin of {ttl} seconds; ttl must be above 0")
+        return self._store._pin(self.namespace_id, keys, time.monotonic() + ttl)
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """End :meth:`pin` early."""
+        self._store._unpin(self.namespace_id, keys)
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Forget blocks, also pinned ones; leased slots are used again only after the lease."""
+        return self._store._remove(self.namespace_id, keys)
+
+    def clear(self) -> int:
+        """Forget all blocks of the namespace; returns how many."""
+        return self._store._remove(self.namespace_id, None)

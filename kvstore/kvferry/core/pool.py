@@ -1,0 +1,358 @@
+"""Blocks and leases over one arena: the part of a store in memory that runs under its lock.
+
+Nothing here waits and nothing is thread safe: :class:`kvferry.core.memory.MemoryStore` holds its lock
+around every call, and the arena's own lock is taken inside it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.arena import Arena
+from kvferry.core.chains import Block, BlockIndex, ChainLRU
+from kvferry.core.keys import BlockKey
+from kvferry.core.leases import LeaseOwner, LeaseState, LeaseTable, SlotReadLease, SlotWriteLease
+from kvferry.core.segments import Slot
+from kvferry.core.sessions import Session
+from kvferry.core.spec import KVSpec
+
+__all__ = ["BlockPool", "Fill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """What a commit needs to know of a write lease: the namespace and each block's parent."""
+
+    namespace_id: bytes
+    parents: tuple[BlockKey | None, ...]
+
+
+class BlockPool:
+    """Index, order of eviction, leases, pins and quarantine over ``arena``.
+
+    Attributes:
+        held_nbytes: Stored blocks under a read lease or pin.
+        forgotten_nbytes: Removed blocks that a read lease still holds.
+        quarantined_nbytes: Slots of write leases that are over but may still be written.
+        stored_nbytes: All stored blocks. All four count whole slots.
+    """
+
+    def __init__(self, arena: Arena, owner: LeaseOwner) -> None:
+        self.arena = arena
+        self.indexes: dict[bytes, BlockIndex] = {}
+        self.reads: LeaseTable[SlotReadLease] = LeaseTable()
+        self.writes: LeaseTable[SlotWriteLease] = LeaseTable()
+        self.entries = 0
+        self.held_nbytes = 0
+        self.forgotten_nbytes = 0
+        self.stored_nbytes = 0
+        self.quarantined_nbytes = 0
+        self.saved_blocks = 0
+        self.evicted_blocks = 0
+        self.expired_leases = 0
+        self._owner = owner
+        self._lru = ChainLRU()
+        self._read_blocks: dict[str, tuple[Block, ...]] = {}
+        self._fills: dict[str, Fill] = {}
+        self._in_quarantine: set[str] = set()
+        self._pins: list[tuple[float, int, Block]] = []
+        self._numbers = itertools.count()
+        self._lease_prefix = uuid.uuid4().hex[:12]
+
+    @property
+    def active_leases(self) -> int:
+        """Leases that hold something and are not over."""
+        return len(self.reads) + len(self.writes) - len(self._in_quarantine)
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Slots of active write leases."""
+        return self.arena.used_nbytes - self.stored_nbytes - self.forgotten_nbytes - self.quarantined_nbytes
+
+    # ---- blocks ------------------------------------------------------------------------------
+
+    def get(self, namespace_id: bytes, key: BlockKey) -> Block | None:
+        """The stored block of that key."""
+        index = self.indexes.get(namespace_id)
+        return None if index is None else index.blocks.get(key)
+
+    def prefix(self, namespace_id: bytes, keys: Iterable[BlockKey]) -> list[Block]:
+        """The longest stored prefix of ``keys``."""
+        found: list[Block] = []
+        for key in keys:
+            block = self.get(namespace_id, key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def touch(self, head_to_tail: Sequence[Block]) -> None:
+        """Count the blocks as used now."""
+        self._lru.accessed(reversed(head_to_tail))
+
+    def forget(self, block: Block) -> None:
+        """Take a stored block out of the index; its slot is used again when nobody holds it."""
+        if block.pinned_until:
+            block.pinned_until = 0.0
+            self._drop_hold(block)
+        nbytes = block.slot.slot_nbytes
+        index = block.index
+        self._lru.removed(index.discard(block))
+        if not index.blocks:
+            del self.indexes[index.namespace_id]
+        self.entries -= 1
+        self.stored_nbytes -= nbytes
+        if block.holds:
+            self.held_nbytes -= nbytes
+            self.forgotten_nbytes += nbytes
+        else:
+            self.arena.free(block.slot)
+
+    def _add_hold(self, block: Block) -> None:
+        block.holds += 1
+        if block.holds == 1:
+            self.held_nbytes += block.slot.slot_nbytes
+
+    def _drop_hold(self, block: Block) -> None:
+        block.holds -= 1
+        if block.holds:
+            return
+        if block.stored:
+            self.held_nbytes -= block.slot.slot_nbytes
+            self._lru.unheld(block)
+        else:
+            self.forgotten_nbytes -= block.slot.slot_nbytes
+            self.arena.free(block.slot)
+
+    # ---- pins --------------------------------------------------------------------------------
+
+    def pin(self, block: Block, until: float) -> None:
+        """Hold a stored block at least until ``until``."""
+        if not block.pinned_until:
+            self._add_hold(block)
+            heapq.heappush(self._pins, (until, next(self._numbers), block))
+        block.pinned_until = max(block.pinned_until, until)
+
+    def unpin(self, block: Block) -> None:
+        """End the pin of a block, if it has one."""
+        if block.pinned_until:
+            block.pinned_until = 0.0
+            self._drop_hold(block)
+
+    def _end_due_pins(self, now: float) -> None:
+        while self._pins and self._pins[0][0] <= now:
+            _, number, block = heapq.heappop(self._pins)
+            if block.pinned_until > now:  # pinned again since, for longer
+                heapq.heappush(self._pins, (block.pinned_until, number, block))
+            else:
+                self.unpin(block)
+
+    # ---- room --------------------------------------------------------------------------------
+
+    def allocate(self, count: int, nbytes: int, protect: Callable[[], set[Block]]) -> list[Slot] | None:
+        """Slots for ``count`` blocks, or ``None`` with nothing taken; evicts only if that can suffice."""
+        slots: list[Slot] = []
+        needed = count * Slot(0, 0, nbytes, 0).slot_nbytes
+        if needed <= self.arena.free_nbytes:
+            self._fill(slots, count, nbytes)
+        if len(slots) < count:
+            protected = protect()
+            spared = sum(b.slot.slot_nbytes for b in protected if not b.holds)
+            taken = sum(slot.slot_nbytes for slot in slots)
+            evictable = self.stored_nbytes - self.held_nbytes - spared
+            if needed <= self.arena.free_nbytes + taken + evictable:
+                for _ in self._evictions(protected):
+                    if self._fill(slots, count, nbytes):
+                        break
+        if len(slots) == count:
+            return slots
+        for slot in slots:
+            self.arena.free(slot)
+        return None
+
+    def _fill(self, slots: list[Slot], count: int, nbytes: int) -> bool:
+        while len(slots) < count:
+            slot = self.arena.allocate(nbytes)
+            if slot is None:
+                return False
+            slots.append(slot)
+        return True
+
+    def _evictions(self, protected: set[Block]) -> Iterator[None]:
+        """Evict one block before each step; ends when nothing is left to evict."""
+        inner: Iterator[Block] | None = None
+        while True:
+            victim = self._lru.victim(protected)
+            if victim is None:
+                if inner is None:
+                    inner = self._lru.inner_victims(list(self.indexes.values()), protected)
+                victim = next(inner, None)
+            if victim is None:
+                return
+            self.forget(victim)
+            self.evicted_blocks += 1
+            yield
+
+    # ---- leases ------------------------------------------------------------------------------
+
+    def open_read(
+        self, session: Session, spec: KVSpec, blocks: Sequence[Block], expires_at: float
+    ) -> SlotReadLease:
+        """Lease stored blocks for reading."""
+        lease = SlotReadLease(
+            self._owner,
+            self._lease_id("r"),
+            session,
+            spec,
+            tuple(b.key for b in blocks),
+            tuple(b.slot for b in blocks),
+            expires_at,
+        )
+        if blocks:
+            for block in blocks:
+                self._add_hold(block)
+            self._read_blocks[lease.lease_id] = tuple(blocks)
+            self.reads.add(lease)
+        return lease
+
+    def close_read(self, lease: SlotReadLease, state: LeaseState, reason: str) -> None:
+        """End a read lease and its holds."""
+        lease.state, lease.reason = state, reason
+        if self.reads.discard(lease):
+            for block in self._read_blocks.pop(lease.lease_id):
+                self._drop_hold(block)
+
+    def open_write(
+        self, session: Session, spec: KVSpec, fill: Fill, keys: Sequence[BlockKey], slots: Sequence[Slot],
+        expires_at: float,
+    ) -> SlotWriteLease:  # fmt: skip
+        """Lease slots for filling."""
+        lease = SlotWriteLease(
+            self._owner, self._lease_id("w"), session, spec, tuple(keys), tuple(slots), expires_at
+        )
+        if slots:
+            self._fills[lease.lease_id] = fill
+            self.writes.add(lease)
+        return lease
+
+    def commit(self, lease: SlotWriteLease) -> int:
+        """Publish an active write lease's blocks; returns how many are new."""
+        self._end_write(lease, "committed")
+        if not self.writes.discard(lease):
+            return 0
+        fill = self._fills.pop(lease.lease_id)
+        index = self.indexes.setdefault(fill.namespace_id, BlockIndex(fill.namespace_id))
+        stored: list[Block] = []
+        for key, parent, slot in zip(lease.keys, fill.parents, lease.slots, strict=True):
+            if key in index.blocks:  # somebody else was first: equal keys name equal bytes
+                self.arena.free(slot)
+                continue
+            block = Block(index, key, parent, slot)
+            index.add(block)
+            self.entries += 1
+            self.stored_nbytes += slot.slot_nbytes
+            stored.append(block)
+        for block in reversed(stored):
+            self._lru.inserted(block)
+        self.saved_blocks += len(stored)
+        return len(stored)
+
+    def abort(self, lease: SlotWriteLease, reason: str) -> None:
+        """End a write lease by its holder's word: slots are free once no ``writing()`` is open."""
+        if lease.state is LeaseState.ACTIVE and lease.writings:
+            self._quarantine(lease)
+        self._end_write(lease, reason)
+        if not lease.writings:
+            self._free_write(lease)
+
+    def expire_write(self, lease: SlotWriteLease, reason: str) -> None:
+        """End a write lease without its holder's word: quarantine, unless nobody can write any more."""
+        if lease.state is LeaseState.ACTIVE:
+            lease.state, lease.reason = LeaseState.EXPIRED, reason
+            self._quarantine(lease)
+        if not lease.writings and lease.session.writers_gone:
+            self._free_write(lease)
+
+    def writing_ended(self, lease: SlotWriteLease) -> None:
+        """One ``writing()`` was closed.
+
+        The last one frees the slots of a lease that its holder has ended, and of an expired one
+        unless the session's own process may still be writing.
+        """
+        lease.writings -= 1
+        over = lease.state is LeaseState.ENDED or (
+            lease.state is LeaseState.EXPIRED and (lease.session.pid is None or lease.session.writers_gone)
+        )
+        if over and not lease.writings:
+            self._free_write(lease)
+
+    def _quarantine(self, lease: SlotWriteLease) -> None:
+        self.quarantined_nbytes += lease.slot_nbytes
+        self._in_quarantine.add(lease.lease_id)
+
+    def _end_write(self, lease: SlotWriteLease, reason: str) -> None:
+        lease.state, lease.reason = LeaseState.ENDED, reason
+
+    def _free_write(self, lease: SlotWriteLease) -> None:
+        if not self.writes.discard(lease):
+            return
+        del self._fills[lease.lease_id]
+        if lease.lease_id in self._in_quarantine:
+            self._in_quarantine.remove(lease.lease_id)
+            self.quarantined_nbytes -= lease.slot_nbytes
+        for slot in lease.slots:
+            self.arena.free(slot)
+
+    def _lease_id(self, kind: str) -> str:
+        return f"{kind}-{self._lease_prefix}-{next(self._numbers)}"
+
+    # ---- ends that nobody calls -----------------------------------------------------------------
+
+    def sweep(self, now: float, *, processes: bool) -> bool:
+        """End what is past its deadline at ``now``, and with ``processes`` what its session left behind.
+
+        Returns:
+            Whether anything ended.
+        """
+        before = (len(self.reads), len(self.writes), self.quarantined_nbytes, self.held_nbytes)
+        for read in self.reads.due(now):
+            self.expired_leases += 1
+            self.close_read(read, LeaseState.EXPIRED, "its deadline has passed")
+        for write in self.writes.due(now):
+            if write.state is LeaseState.ACTIVE:
+                self.expired_leases += 1
+                self.expire_write(write, "its deadline has passed; its slots are in quarantine")
+        self._end_due_pins(now)
+        if processes:
+            for session in [*self.reads.sessions(), *self.writes.sessions()]:
+                if session.ended:
+                    self._end_session(session)
+        return before != (len(self.reads), len(self.writes), self.quarantined_nbytes, self.held_nbytes)
+
+    def _end_session(self, session: Session) -> None:
+        reason = f"its session {session.name} has ended"
+        for read in self.reads.of(session):
+            self.close_read(read, LeaseState.EXPIRED, reason)
+        for write in self.writes.of(session):
+            self.expire_write(write, reason)
+
+    def next_change(self, now: float) -> float | None:
+        """When a wait for room should look again by itself; ``None`` if only a call can change anything."""
+        times = [t for t in (self.reads.next_deadline(), self.writes.next_deadline()) if t is not None]
+        if self._pins:
+            times.append(self._pins[0][0])
+        if any(s.pid is not None for s in [*self.reads.sessions(), *self.writes.sessions()]):
+            times.append(now + 0.05)  # no condition variable tells of another process's end
+        return min(times, default=None)
+
+    def close(self, reason: str) -> None:
+        """End all leases and forget all blocks."""
+        for read in self.reads:
+            read.state, read.reason = LeaseState.ENDED, reason
+        for write in self.writes:
+            write.state, write.reason = LeaseState.ENDED, reason
+        self.arena.close()

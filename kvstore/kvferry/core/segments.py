@@ -1,0 +1,218 @@
+"""Segments: sealed memfds that hold blocks, with the shared table of their generations.
+
+The owner makes a :class:`Segment`; another process that was passed its two descriptors builds a
+:class:`MappedSegment` and needs none of the owner's code to run for a check of generations.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.buffers import PAGE_NBYTES
+from kvferry.core.errors import ProtocolError, StoreError
+
+__all__ = ["MappedSegment", "Segment", "SegmentInfo", "Slot", "pages_of"]
+
+F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; not named by the fcntl module
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
+_GENERATION_NBYTES = 8
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def pages_of(nbytes: int) -> int:
+    """Pages that ``nbytes`` bytes take; at least one, so that every slot has an address."""
+    return max(1, -(-nbytes // PAGE_NBYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Address of the bytes of one block: plain numbers, valid in every process that maps the segment.
+
+    Attributes:
+        segment: Number of the segment in its arena.
+        offset: Bytes from the start of the segment; a multiple of the page size.
+        nbytes: Bytes of the block; the slot itself ends on the next page border.
+        generation: Value of the generation of the first page while the slot is this one.
+    """
+
+    segment: int
+    offset: int
+    nbytes: int
+    generation: int
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes taken from the segment: ``nbytes`` rounded up to pages."""
+        return pages_of(self.nbytes) * PAGE_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """What another process must know of a segment beside its two descriptors."""
+
+    segment: int
+    nbytes: int
+    tenant: str
+
+
+def _memfd(name: str, nbytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # Takes the pages now: an out-of-memory is an OSError here, not a SIGBUS at the first touch.
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class _Views:
+    """Bounds-checked views of mapped bytes and generations; shared by owner and client."""
+
+    __slots__ = ("_data", "_generations", "info")
+
+    def __init__(self, info: SegmentInfo, data: memoryview, generations: npt.NDArray[np.uint64]) -> None:
+        self.info = info
+        self._data: memoryview | None = data
+        self._generations = generations
+
+    def view(self, slot: Slot) -> memoryview:
+        """The bytes of ``slot``; whoever takes them checks the generation after the last read.
+
+        Raises:
+            StoreError: If the segment is closed or the slot does not lie inside it.
+        """
+        if self._data is None:
+            raise StoreError(f"segment {self.info.segment} is closed")
+        if not 0 <= slot.offset <= slot.offset + slot.nbytes <= self.info.nbytes or slot.offset % PAGE_NBYTES:
+            raise StoreError(
+                f"{slot} is not on a page inside segment {self.info.segment} of {self.info.nbytes} bytes"
+            )
+        return self._data[slot.offset : slot.offset + slot.nbytes]
+
+    def generation(self, offset: int) -> int:
+        """Present generation of the page at byte ``offset``.
+
+        Raises:
+            StoreError: If ``offset`` does not lie inside the segment.
+        """
+        if not 0 <= offset < self.info.nbytes:
+            raise StoreError(
+                f"offset {offset} is outside segment {self.info.segment} of {self.info.nbytes} bytes"
+            )
+        return int(self._generations[offset // PAGE_NBYTES])
+
+
+class Segment(_Views):
+    """Host memory of exactly one tenant, as its owner has it. Not thread safe: the arena's lock is held.
+
+    The memfd is sealed against shrinking and growing and populated at once. The generations (one u64
+    a page) lie in a second memfd, sealed so that only this mapping can write them: a client that
+    opens its descriptor again through ``/proc`` cannot map it writable either.
+
+    Args:
+        segment: Its number in the arena.
+        nbytes: Size; a multiple of the page size.
+        tenant: Whose KV it holds.
+        shared: Others may map the data writable; with ``False`` it is sealed like the generations.
+
+    Raises:
+        OSError: If the kernel has no memory or no descriptor left.
+    """
+
+    __slots__ = ("data_fd", "generations_fd")
+
+    def __init__(self, segment: int, nbytes: int, tenant: str, *, shared: bool = True) -> None:
+        table_nbytes = pages_of(nbytes // PAGE_NBYTES * _GENERATION_NBYTES) * PAGE_NBYTES
+        self.data_fd = _memfd("kvferry-segment", nbytes)
+        self.generations_fd = -1
+        try:
+            self.generations_fd = _memfd("kvferry-generations", table_nbytes)
+            flags = mmap.MAP_SHARED | _POPULATE
+            data = mmap.mmap(self.data_fd, nbytes, flags=flags, prot=_READ_WRITE)
+            table = mmap.mmap(self.generations_fd, table_nbytes, flags=flags, prot=_READ_WRITE)
+            last = _FIXED_SIZE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.data_fd, fcntl.F_ADD_SEALS, last if shared else last | F_SEAL_FUTURE_WRITE)
+            fcntl.fcntl(self.generations_fd, fcntl.F_ADD_SEALS, last | F_SEAL_FUTURE_WRITE)
+        except OSError:
+            self._close_descriptors()
+            raise
+        super().__init__(
+            SegmentInfo(segment, nbytes, tenant), memoryview(data), np.frombuffer(table, np.uint64)
+        )
+
+    def raise_generation(self, offset: int) -> None:
+        """Count the page at ``offset`` up, so that whoever still reads there finds out.
+
+        One aligned store of eight bytes; it is ordered before the next user's first write by the
+        release and taking of the store's lock in between.
+        """
+        self._generations[offset // PAGE_NBYTES] += np.uint64(1)
+
+    def close(self) -> None:
+        """Close the descriptors; the memory goes with the last view. A second call does nothing."""
+        self._data = None
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for fd in (self.data_fd, self.generations_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.data_fd = self.generations_fd = -1
+
+
+class MappedSegment(_Views):
+    """A segment as another process has it, built from the descriptors that it was passed.
+
+    Args:
+        info: What the owner says of the segment.
+        data_fd: Descriptor of the data; stays the caller's and may be closed afterwards.
+        generations_fd: Descriptor of the generations; likewise.
+        writable: Map the data writable (a client with write right, ``shared`` mode).
+
+    Raises:
+        ProtocolError: If a descriptor is not sealed or not as large as ``info`` says: reading it
+            could kill this process.
+        PermissionError: If ``writable`` is asked of a segment that only its owner writes.
+    """
+
+    __slots__ = ("writable",)
+
+    def __init__(
+        self, info: SegmentInfo, data_fd: int, generations_fd: int, *, writable: bool = False
+    ) -> None:
+        table_nbytes = info.nbytes // PAGE_NBYTES * _GENERATION_NBYTES
+        for name, fd, nbytes in (
+            ("data", data_fd, info.nbytes),
+            ("generations", generations_fd, table_nbytes),
+        ):
+            self._verify(info, name, fd, nbytes)
+        prot = _READ_WRITE if writable else mmap.PROT_READ
+        flags = mmap.MAP_SHARED | _POPULATE
+        data = mmap.mmap(data_fd, info.nbytes, flags=flags, prot=prot)
+        table = mmap.mmap(generations_fd, table_nbytes, flags=flags, prot=mmap.PROT_READ)
+        super().__init__(info, memoryview(data), np.frombuffer(table, np.uint64))
+        self.writable = writable
+
+    @staticmethod
+    def _verify(info: SegmentInfo, name: str, fd: int, nbytes: int) -> None:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise ProtocolError(f"segment {info.segment}: the {name} descriptor is no memfd") from error
+        if seals & _FIXED_SIZE != _FIXED_SIZE:
+            raise ProtocolError(f"segment {info.segment}: the {name} memfd is not sealed against shrinking")
+        size = os.fstat(fd).st_size
+        if size < nbytes or nbytes < 1:
+            raise ProtocolError(f"segment {info.segment}: the {name} memfd has {size} bytes, not {nbytes}")
+
+    def close(self) -> None:
+        """Forget the mapping; the memory goes with the last view. A second call does nothing."""
+        self._data = None
