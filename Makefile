@@ -1,7 +1,8 @@
 # Everything runs in the virtual environment .venv, which each target sets up when it needs to. No root is needed.
 #   make demo    one prompt from prefill to decode, on a real model    (options: make demo ARGS=--json)
 #   make test    all tests but the long ones, with branch coverage     (options: make test ARGS="-k wire")
-#   make soak    the same at full scale, and the real model's tests
+#   make test-real  the tests that need the real model, which is fetched once (93 MB)
+#   make soak    everything at full scale, and the real model's tests
 #   make lint    style, types, layers, nothing newer than Python 3.10
 #   make bench   benchmarks                                            (options: make bench ARGS="--list")
 #   make clean   removes .venv and everything that was built
@@ -15,6 +16,7 @@ MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 BIN := $(VENV)/bin
+CODE := kvstore transports codecs bench tests examples .ci
 ARGS ?=
 export PYTHON
 # pyright: no notice about newer releases; node comes from a wheel where the machine has none
@@ -22,7 +24,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # children of tests find the data file and settings wherever they run
 export COVERAGE_FILE := $(CURDIR)/.coverage
 
-.PHONY: help demo test soak bench lint lint-style lint-types lint-layers lint-py310 format clean setup-demo setup-dev
+.PHONY: help demo test test-real soak bench lint lint-style lint-types lint-layers lint-py310 format clean setup-demo setup-dev
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,6 +45,9 @@ test: setup-dev
 	@$(BIN)/coverage run -m pytest -m "not soak and not real_model" --durations=15 $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@if [ -z '$(ARGS)' ]; then $(BIN)/python .ci/check_coverage.py 90 kvferry.core kvferry.wire; fi
+
+test-real: setup-dev
+	@$(BIN)/python -m pytest -m "real_model and not soak" --durations=5 $(ARGS)
 
 soak: setup-dev
 	@$(BIN)/python -m pytest -m "soak or real_model" --timeout 3600 --durations=15 $(ARGS)
@@ -65,7 +70,7 @@ lint-layers: setup-dev
 
 lint-py310: setup-dev
 	@$(BIN)/vermin --quiet --no-tips --violations --eval-annotations --target=3.10- \
-	    $$(git ls-files '*.py')
+	    $$(find $(CODE) -name '*.py')
 
 format: setup-dev
 	@$(BIN)/ruff check --fix --quiet
@@ -73,4 +78,4 @@ format: setup-dev
 
 clean:
 	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find kvstore transports codecs bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
