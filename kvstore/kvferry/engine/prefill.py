@@ -1,0 +1,257 @@
+"""Prefill: computes the KV of a prompt, as far as it is not cached, and draws token 0."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from kvferry.core.clock import is_past
+from kvferry.core.errors import (
+    ConfigError,
+    RequestCancelledError,
+    RequestError,
+    StoreError,
+    TransferTimeoutError,
+)
+from kvferry.core.keys import BlockKey, Tokens
+from kvferry.engine.paged_kv import PagedKV, Sequence
+from kvferry.engine.sampling import Sampler
+
+if TYPE_CHECKING:
+    from kvferry.core.blockstore import Namespace
+    from kvferry.engine.model import Model
+    from kvferry.wire.messages import SamplingParams
+
+__all__ = ["Emit", "PrefillResult", "check_prompt", "prefill", "save_blocks"]
+
+Emit: TypeAlias = Callable[[Sequence, int, int, int], None]
+"""``emit(sequence, layer, first_token, stop_token)``: that layer's KV of these tokens is in place."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """A prompt's KV, and what is needed to go on from it.
+
+    Attributes:
+        sequence: Holds the KV; the caller releases it.
+        first_token: Token 0 of the answer, not in the KV yet.
+        cached_tokens: Tokens whose KV came from the namespace.
+        computed_tokens: The others.
+        sampler: Stands after drawing token 0.
+        started_at: Monotonic time at the start.
+        kv_written_at: Monotonic time right after the last layer's KV of the last token was written.
+        saved_blocks: Blocks newly stored in the namespace.
+        save_error: Why blocks were not stored, or ``None``.
+    """
+
+    sequence: Sequence
+    first_token: int
+    cached_tokens: int
+    computed_tokens: int
+    sampler: Sampler
+    started_at: float
+    kv_written_at: float
+    saved_blocks: int = 0
+    save_error: str | None = None
+
+
+def check_prompt(model: Model, tokens: Tokens) -> None:
+    """Refuse a prompt that the model cannot take.
+
+    Raises:
+        RequestError: Naming the limit and what was asked.
+    """
+    if len(tokens) == 0:
+        raise RequestError("the prompt is empty; it needs at least 1 token")
+    if len(tokens) > model.max_model_len:
+        raise RequestError(f"the prompt has {len(tokens)} tokens, the model's limit is {model.max_model_len}")
+    low, high = int(np.min(tokens)), int(np.max(tokens))
+    if low < 0 or high >= model.config.vocab_size:
+        wrong = low if low < 0 else high
+        raise RequestError(f"token id {wrong} is outside the vocabulary of {model.config.vocab_size}")
+
+
+def prefill(
+    model: Model,
+    kv: PagedKV,
+    tokens: Tokens,
+    sampling: SamplingParams,
+    *,
+    namespace: Namespace | None = None,
+    chunk_tokens: int = 512,
+    emit: Emit | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    deadline: float,
+    save: bool = True,
+) -> PrefillResult:
+    """Compute the KV of ``tokens`` into pages of ``kv``, reusing what ``namespace`` holds.
+
+    At most ``len(tokens) - 1`` tokens are reused, whole blocks only: the last one is always computed,
+    since its logits give token 0. The same tokens, reused prefix, chunk size and threads give the same
+    bits everywhere.
+
+    Args:
+        model: Weights.
+        kv: Pages; those of the prompt are taken at once.
+        tokens: The whole prompt.
+        sampling: How to draw token 0 and what follows.
+        namespace: Blocks to reuse and to store into.
+        chunk_tokens: Tokens computed in one pass through the layers; a multiple of the block size.
+        emit: Called first for the reused tokens, all layers, then for each layer of each chunk right
+            after its KV was written, before its attention. ``first_token`` is at a block's start. Must
+            not block: the model waits.
+        should_stop: Asked between layers.
+        deadline: Monotonic time by which the last chunk must be done.
+        save: Whether to store the full blocks before returning; else the caller may do it later by
+            :func:`save_blocks`, when token 0 is on its way.
+
+    Raises:
+        RequestError: For a prompt or sampling parameters that cannot be served.
+        CapacityError: If there are not enough free pages.
+        RequestCancelledError: When ``should_stop`` says so.
+        TransferTimeoutError: Past the deadline.
+    """
+    started_at = time.monotonic()
+    check_prompt(model, tokens)
+    if chunk_tokens < 1 or chunk_tokens % kv.block_tokens:
+        raise ConfigError(
+            f"chunk_tokens {chunk_tokens} is not a multiple of the {kv.block_tokens} tokens of a block"
+        )
+    sampler = Sampler(sampling)
+    sequence = Sequence.allocate(kv, len(tokens))
+    try:
+        keys = namespace.keys(tokens) if namespace is not None else []
+        cached = 0
+        if namespace is not None:
+            usable = keys[: (len(tokens) - 1) // kv.block_tokens]
+            cached = _restore(namespace, usable, sequence, deadline) * kv.block_tokens
+        sequence.length = cached
+        if emit is not None and cached:
+            for layer in range(kv.num_layers):
+                emit(sequence, layer, 0, cached)
+        run = _Run(model, sequence, emit, should_stop, deadline)
+        logits = run.compute(tokens, chunk_tokens)
+        first_token = sampler.draw(logits)
+        saved, problem = 0, None
+        if namespace is not None and save:
+            saved, problem = save_blocks(namespace, sequence, keys, deadline=deadline)
+        return PrefillResult(
+            sequence=sequence,
+            first_token=first_token,
+            cached_tokens=cached,
+            computed_tokens=len(tokens) - cached,
+            sampler=sampler,
+            started_at=started_at,
+            kv_written_at=run.kv_written_at,
+            saved_blocks=saved,
+            save_error=problem,
+        )
+    except BaseException:
+        sequence.release()
+        raise
+
+
+class _Run:
+    """The passes of one prompt through the model."""
+
+    def __init__(
+        self,
+        model: Model,
+        sequence: Sequence,
+        emit: Emit | None,
+        should_stop: Callable[[], bool] | None,
+        deadline: float,
+    ) -> None:
+        self._model, self._sequence, self._emit = model, sequence, emit
+        self._should_stop, self._deadline = should_stop, deadline
+        self._first = self._stop = 0
+        self.kv_written_at = 0.0
+
+    def compute(self, tokens: Tokens, chunk_tokens: int) -> torch.Tensor:
+        """Compute all tokens behind the sequence's length; returns the logits of the last one."""
+        ids = torch.from_numpy(np.array(tokens, dtype=np.int64))
+        logits: torch.Tensor | None = None
+        for first in range(self._sequence.length, len(tokens), chunk_tokens):
+            self._first, self._stop = first, min(first + chunk_tokens, len(tokens))
+            self._check()
+            logits = self._model.forward(
+                ids[first : self._stop],
+                self._sequence,
+                on_layer=self._layer_written,
+                want_logits=self._stop == len(tokens),
+            )
+        if logits is None:
+            raise RuntimeError("prefill computed no token")
+        return logits
+
+    def _layer_written(self, layer: int) -> None:
+        if layer == self._sequence.kv.num_layers - 1:
+            self.kv_written_at = time.monotonic()  # the last chunk's stands
+        if self._emit is not None:
+            self._emit(self._sequence, layer, self._first, self._stop)
+        self._check()
+
+    def _check(self) -> None:
+        if self._should_stop is not None and self._should_stop():
+            raise RequestCancelledError(f"prefill was cancelled within tokens {self._first}..{self._stop}")
+        if is_past(self._deadline):
+            raise TransferTimeoutError(
+                f"prefill was not done by its deadline: stopped within tokens {self._first}..{self._stop}; "
+                "allow more time or send shorter prompts"
+            )
+
+
+def _restore(namespace: Namespace, keys: list[BlockKey], sequence: Sequence, deadline: float) -> int:
+    """Copy the stored prefix of ``keys`` into the sequence's pages; blocks that are good in place.
+
+    What cannot be read is computed instead.
+    """
+    try:
+        prefix = namespace.lookup(keys).prefix
+        if prefix == 0:
+            return 0
+        with namespace.load(keys[:prefix], deadline=deadline) as lease:
+            count = min(len(lease), prefix)
+            for index in range(count):
+                sequence.kv.write_block(sequence.blocks[index], lease.view(index))
+        return count  # the end of the lease has checked what was copied
+    except StoreError as error:
+        _log.warning("cached blocks could not be used and are computed again: %s", error)
+        return 0
+
+
+def save_blocks(
+    namespace: Namespace, sequence: Sequence, keys: list[BlockKey], *, deadline: float
+) -> tuple[int, str | None]:
+    """Store those full blocks of a sequence that the namespace does not hold.
+
+    Args:
+        namespace: Where.
+        sequence: Whose first ``len(keys)`` blocks are complete.
+        keys: Their keys.
+        deadline: By when there must be room.
+
+    Returns:
+        Blocks newly stored, and why the others were not (logged, no error: it is only a cache).
+    """
+    known = namespace.lookup(keys).prefix
+    if known == len(keys):
+        return 0, None
+    number = {key: index for index, key in enumerate(keys)}
+    try:
+        parent = keys[known - 1] if known else None
+        with namespace.reserve(keys[known:], parent=parent, deadline=deadline) as lease:
+            for slot, key in enumerate(lease.keys):
+                sequence.kv.read_block(sequence.blocks[number[key]], lease.view(slot))
+            return lease.commit(), None
+    except StoreError as error:
+        _log.warning("%d blocks of a prompt are not kept: %s", len(keys) - known, error)
+        return 0, str(error)
