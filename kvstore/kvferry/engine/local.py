@@ -5,7 +5,6 @@ It is what split answers are compared with, and the shortest way to see the engi
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.errors import RequestCancelledError, TransferTimeoutError
 from kvferry.core.keys import Tokens
+from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope
 from kvferry.engine.decode import DecodeSequence, FinishReason
 from kvferry.engine.paged_kv import PagedKV
@@ -106,7 +106,7 @@ class LocalEngine:
             )
         self.model, self.kv, self._chunk_tokens = model, kv, chunk_tokens
         self._own_store = store is None
-        self._store = _new_store(store_nbytes or kv.nbytes) if store is None else store
+        self._store = MemoryStore(store_nbytes or kv.nbytes) if store is None else store
         self._namespace = self._store.namespace(kv.spec(model_name, revision), scope)
 
     def generate(
@@ -181,8 +181,3 @@ class LocalEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _new_store(nbytes: int) -> BlockStore:
-    store: BlockStore = importlib.import_module("kvferry.core.memory").MemoryStore(nbytes)
-    return store

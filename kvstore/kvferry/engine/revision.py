@@ -47,7 +47,7 @@ def read_index(path: Path) -> dict[str, str]:
     for name, shard in entries:
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise UnsupportedModelError(
-                f"{path / INDEX_FILE}: {shard!r}, for tensor {name!r}, is no .safetensors file of that directory"
+                f"{path / INDEX_FILE}: {shard!r}, for tensor {name!r}, is no .safetensors file there"
             )
         found[name] = shard
     return found
