@@ -103,6 +103,14 @@ class Lease(Protocol):
         """The layer slice ``layer`` of block ``index``."""
         ...
 
+    def renew(self) -> None:
+        """Move the deadline to a whole lease length from now: for work that shows that it goes on.
+
+        Raises:
+            LeaseExpiredError: If the lease is past its deadline or has ended; it can't be revived.
+        """
+        ...
+
 
 class ReadLease(Lease, Protocol):
     """Blocks that stay in place while they are read.
@@ -151,6 +159,19 @@ class WriteLease(Lease, Protocol):
 
         Raises:
             LeaseExpiredError: If the lease is past its deadline or has ended; nothing is published.
+        """
+        ...
+
+    def publish(self) -> tuple[int, ReadLease]:
+        """Commit and go on holding the same memory for reading, without a gap in between.
+
+        Returns:
+            Blocks newly stored, as :meth:`commit`, and a read lease on all blocks of this one, in the
+            same slots: also of a block that somebody else stored meanwhile, whose copy here lives until
+            that lease ends. So views that were handed out before stay right.
+
+        Raises:
+            LeaseExpiredError: As :meth:`commit`; nothing is published.
         """
         ...
 

@@ -79,12 +79,20 @@ class LeaseOwner(Protocol):
         """Whether the slot was not freed since."""
         ...
 
+    def renew(self, lease: SlotLease) -> None:
+        """Move the deadline."""
+        ...
+
     def end_read(self, lease: SlotReadLease) -> bool:
         """Give the blocks back; ``False`` if its holder had ended the lease before."""
         ...
 
     def commit_write(self, lease: SlotWriteLease) -> int:
         """Publish all."""
+        ...
+
+    def publish_write(self, lease: SlotWriteLease) -> tuple[int, SlotReadLease]:
+        """Publish all and hold them for reading."""
         ...
 
     def abort_write(self, lease: SlotWriteLease) -> None:
@@ -161,6 +169,14 @@ class SlotLease:
         """
         self.require_active()
         return self._owner.slot_view(self.slots[index])
+
+    def renew(self) -> None:
+        """Move the deadline to a whole lease length from now; tickets handed out keep the old one.
+
+        Raises:
+            LeaseExpiredError: If the lease is past its deadline or has ended.
+        """
+        self._owner.renew(self)
 
     def require_active(self) -> None:
         """Raise unless the lease is active and before its deadline.
@@ -264,6 +280,18 @@ class SlotWriteLease(SlotLease):
         """
         return self._owner.commit_write(self)
 
+    def publish(self) -> tuple[int, SlotReadLease]:
+        """Commit and go on holding the same slots for reading, without a gap in between.
+
+        Returns:
+            Blocks newly stored, and a read lease on all blocks of this lease, in the same slots.
+
+        Raises:
+            LeaseExpiredError: As :meth:`commit`.
+            StoreError: As :meth:`commit`.
+        """
+        return self._owner.publish_write(self)
+
     def abort(self) -> None:
         """Publish nothing; also what an expired lease's slots wait for. No effect after the end."""
         self._owner.abort_write(self)
@@ -366,7 +394,11 @@ class LeaseTable(Generic[_LeaseT]):
         found: list[_LeaseT] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             lease = self._leases.get(heapq.heappop(self._deadlines)[1])
-            if lease is not None:
+            if lease is None:
+                continue
+            if lease.expires_at > now:  # renewed since it was entered
+                heapq.heappush(self._deadlines, (lease.expires_at, lease.lease_id))
+            else:
                 found.append(lease)
         return found
 

@@ -174,23 +174,43 @@ class MemoryStore:
             self._cond.notify_all()
             return True
 
+    def renew(self, lease: SlotLease) -> None:
+        """See :meth:`SlotLease.renew`."""
+        with self._cond:
+            lease.require_active()
+            if lease.session.ended:
+                raise LeaseExpiredError(f"{lease!r}: its session has ended")
+            if lease.keys:
+                lease.expires_at = max(lease.expires_at, time.monotonic() + self.lease_s)
+
     def commit_write(self, lease: SlotWriteLease) -> int:
         """See :meth:`SlotWriteLease.commit`; a commit that comes too late counts as an abort."""
         with self._cond:
-            try:
-                lease.require_active()
-                if lease.session.ended:
-                    raise LeaseExpiredError(f"{lease!r}: its session has ended; nothing is published")
-            except LeaseExpiredError:
-                if lease.state is not LeaseState.ENDED:
-                    self._pool.abort(lease, "its commit came too late")
-                    self._cond.notify_all()
-                raise
-            if lease.writings:
-                raise StoreError(f"{lease!r}: commit with {lease.writings} writing() open; close them first")
+            self._require_publishable(lease)
             stored = self._pool.commit(lease)
             self._cond.notify_all()
             return stored
+
+    def publish_write(self, lease: SlotWriteLease) -> tuple[int, SlotReadLease]:
+        """See :meth:`SlotWriteLease.publish`; too late counts as an abort."""
+        with self._cond:
+            self._require_publishable(lease)
+            found = self._pool.publish(lease, time.monotonic() + self.lease_s)
+            self._cond.notify_all()
+            return found
+
+    def _require_publishable(self, lease: SlotWriteLease) -> None:
+        try:
+            lease.require_active()
+            if lease.session.ended:
+                raise LeaseExpiredError(f"{lease!r}: its session has ended; nothing is published")
+        except LeaseExpiredError:
+            if lease.state is not LeaseState.ENDED:
+                self._pool.abort(lease, "its commit came too late")
+                self._cond.notify_all()
+            raise
+        if lease.writings:
+            raise StoreError(f"{lease!r}: commit with {lease.writings} writing() open; close them first")
 
     def abort_write(self, lease: SlotWriteLease) -> None:
         """See :meth:`SlotWriteLease.abort`."""

@@ -114,8 +114,10 @@ class BlockPool:
 
     def _add_hold(self, block: Block) -> None:
         block.holds += 1
-        if block.holds == 1:
+        if block.holds == 1 and block.stored:
             self.held_nbytes += block.slot.slot_nbytes
+        elif block.holds == 1:
+            self.forgotten_nbytes += block.slot.slot_nbytes
 
     def _drop_hold(self, block: Block) -> None:
         block.holds -= 1
@@ -241,25 +243,39 @@ class BlockPool:
 
     def commit(self, lease: SlotWriteLease) -> int:
         """Publish an active write lease's blocks; returns how many are new."""
+        blocks = self._publish(lease)
+        for block in blocks:
+            if not block.stored:
+                self.arena.free(block.slot)
+        return sum(block.stored for block in blocks)
+
+    def publish(self, lease: SlotWriteLease, expires_at: float) -> tuple[int, SlotReadLease]:
+        """Publish an active write lease's blocks and hold them, those not needed included."""
+        blocks = self._publish(lease)
+        read = self.open_read(lease.session, lease.spec, blocks, expires_at)
+        return sum(block.stored for block in blocks), read
+
+    def _publish(self, lease: SlotWriteLease) -> list[Block]:
+        """All blocks of the lease; ``stored`` says which are new."""
         self._end_write(lease, "committed")
         if not self.writes.discard(lease):
-            return 0
+            return []
         fill = self._fills.pop(lease.lease_id)
         index = self.indexes.setdefault(fill.namespace_id, BlockIndex(fill.namespace_id))
-        stored: list[Block] = []
+        blocks: list[Block] = []
         for key, parent, slot in zip(lease.keys, fill.parents, lease.slots, strict=True):
-            if key in index.blocks:  # somebody else was first: equal keys name equal bytes
-                self.arena.free(slot)
-                continue
             block = Block(index, key, parent, slot)
+            blocks.append(block)
+            if key in index.blocks:  # somebody else was first: equal keys name equal bytes
+                continue
             index.add(block)
             self.entries += 1
             self.stored_nbytes += slot.slot_nbytes
-            stored.append(block)
-        for block in reversed(stored):
-            self._lru.inserted(block)
-        self.saved_blocks += len(stored)
-        return len(stored)
+        for block in reversed(blocks):
+            if block.stored:
+                self._lru.inserted(block)
+                self.saved_blocks += 1
+        return blocks
 
     def abort(self, lease: SlotWriteLease, reason: str) -> None:
         """End a write lease by its holder's word: slots are free once no ``writing()`` is open."""
