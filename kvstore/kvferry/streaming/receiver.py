@@ -199,7 +199,7 @@ class LayerReceiver:
                 self._running = True
             with slots.writing():
                 handoff = self._receive_all(slots, deadline)
-            stored = slots.publish(deadline)
+            stored = slots.publish()
             with self._cond:
                 if self._error is not None:  # closed meanwhile
                     raise clean_error(self._error)

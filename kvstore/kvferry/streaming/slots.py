@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
 
 from kvferry.core.blockstore import Lease, Namespace, ReadLease, WriteLease
 from kvferry.core.errors import LeaseExpiredError, StoreError
@@ -17,11 +16,6 @@ from kvferry.core.keys import BlockKey
 __all__ = ["BlockSlots"]
 
 _TRIES = 4
-
-
-@runtime_checkable
-class _Renewable(Protocol):
-    def renew(self) -> None: ...
 
 
 class BlockSlots:
@@ -35,7 +29,7 @@ class BlockSlots:
     def __init__(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         self._namespace = namespace
         self._keys = list(keys)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._reads: list[ReadLease] = []
         self._write: WriteLease | None = None
         self._held: dict[int, tuple[ReadLease, int]] = {}
@@ -124,11 +118,9 @@ class BlockSlots:
         """The layer slice of a block, whether it was stored before or was received."""
         with self._lock:
             self._require_held()
-            if block in self._held and (self._write is None or block not in self._reserved):
+            if self._write is None or block not in self._reserved:
                 lease, index = self._held[block]
                 return lease.layer(index, layer).toreadonly()
-            if self._write is None:
-                raise LeaseExpiredError(f"block {block} of the stream is not held")
             return self._write.layer(self._reserved[block], layer).toreadonly()
 
     def renew(self) -> None:
@@ -144,8 +136,7 @@ class BlockSlots:
         with self._lock:
             self._require_held()
             for lease in self._leases():
-                if isinstance(lease, _Renewable):
-                    lease.renew()
+                lease.renew()
         self._schedule_renewal()
 
     def _leases(self) -> list[Lease]:
@@ -158,28 +149,26 @@ class BlockSlots:
 
     # ---- ending ---------------------------------------------------------------------------------
 
-    def publish(self, deadline: float) -> int:
+    def publish(self) -> int:
         """Publish all received blocks at once and go on holding them, now for reading.
 
         Returns:
             Blocks newly stored.
 
         Raises:
-            LeaseExpiredError: If a lease has run out; nothing is published unless only the holding failed.
+            LeaseExpiredError: If a lease has run out; nothing is published.
         """
         with self._lock:
             self._require_held()
             for lease in self._reads:
                 lease.check()
-            stored = self._write.commit() if self._write is not None else 0
+            if self._write is None:
+                return 0
+            stored, held = self._write.publish()
             self._write = None
-            self._lease_stored(deadline)  # under the lock, so that no reader finds a block not held
-        if len(self._held) < len(self._keys):
-            raise LeaseExpiredError(
-                f"{len(self._keys) - len(self._held)} of {len(self._keys)} blocks were evicted right after "
-                "they were published; the store is too small for what runs at once"
-            )
-        return stored
+            self._reads.append(held)
+            self._held.update({block: (held, index) for block, index in self._reserved.items()})
+            return stored
 
     def release(self) -> None:
         """Check all leases, then give everything back.
