@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 from kvferry.core.buffers import Buf
@@ -137,7 +138,9 @@ class ReadLease(Lease, Protocol):
         ...
 
     def __enter__(self) -> ReadLease: ...
-    def __exit__(self, *exc_info: object) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
 
 
 class WriteLease(Lease, Protocol):
@@ -180,7 +183,9 @@ class WriteLease(Lease, Protocol):
         ...
 
     def __enter__(self) -> WriteLease: ...
-    def __exit__(self, *exc_info: object) -> None: ...  # aborts unless committed
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...  # aborts unless committed
 
 
 class Namespace(Protocol):

@@ -26,7 +26,7 @@ def kv(model: Model) -> PagedKV:
 
 
 def _prompt(length: int) -> list[int]:
-    return np.random.default_rng(length).integers(0, 256, length).tolist()
+    return [int(t) for t in np.random.default_rng(length).integers(0, 256, length)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
