@@ -38,6 +38,9 @@ COMMANDS: dict[str, CommandEntry] = {
     "config": CommandEntry(
         "kvferry.cli.config:app", "Show the configuration and where each value comes from."
     ),
+    "demo": CommandEntry(
+        "kvferry.cli.demo:demo", "Hold a conversation split in processes and in one; show where time went."
+    ),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }
 """Command name to where it is; the order is that of ``kvferry --help``."""

