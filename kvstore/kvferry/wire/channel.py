@@ -90,7 +90,7 @@ class Channel:
             ConfigError: If the address is malformed.
             KVFerryError: Of the kind with which the peer refused.
         """
-        return cls.open(transports.connect(address, deadline), options, deadline)  # type: ignore[attr-defined,unused-ignore]
+        return cls.open(transports.connect(address, deadline), options, deadline)
 
     @classmethod
     def open(cls, connection: Connection, options: ChannelOptions, deadline: float) -> Channel:

@@ -84,7 +84,7 @@ class ChannelServer:
         self._count = 0
         self._limiter = LogLimiter(log)
         self._listener: Listener = (
-            transports.listen(listen_url) if isinstance(listen_url, str) else listen_url  # type: ignore[attr-defined,unused-ignore]
+            transports.listen(listen_url) if isinstance(listen_url, str) else listen_url
         )
         self._accepting = threading.Thread(
             target=self._accept_loop, name=f"kvferry-{name}-accept", daemon=True

@@ -1,123 +1,27 @@
-"""Connections over sockets, so that these tests need no transport and can also break the bytes."""
+"""Connected channels, raw peers that break the rules, and an example of each message."""
 
 from __future__ import annotations
 
-import select
+import itertools
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
 
 import pytest
 
-from kvferry.core.buffers import Buf, as_bytes_view
-from kvferry.core.clock import time_left
-from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
+from kvferry import transports
+from kvferry.core.clock import deadline_in
 from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, TensorSpec
-from kvferry.transports.base import Connection, Listener
+from kvferry.transports import Connection
+from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Message
 
+T = TypeVar("T")
 
-class SocketConnection(Connection):
-    """The transport contract over a connected socket, as simply as possible."""
-
-    def __init__(self, sock: socket.socket, name: str = "fake://peer") -> None:
-        self.sock = sock
-        self.name = name
-        self.sends: list[int] = []
-        """How many bytes each call of send took."""
-
-    @property
-    def local_address(self) -> str:
-        return "fake://here"
-
-    @property
-    def peer_address(self) -> str:
-        return self.name
-
-    def send(self, parts: Sequence[Buf], deadline: float) -> None:
-        data = b"".join(as_bytes_view(part) for part in parts)
-        self.sends.append(len(data))
-        self.sock.settimeout(max(time_left(deadline), 1e-6))
-        try:
-            self.sock.sendall(data)
-        except TimeoutError as error:
-            raise TransferTimeoutError(f"{self.name}: send timed out") from error
-        except OSError as error:
-            raise ConnectionClosedError(f"{self.name}: {error}") from error
-
-    def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
-        for view in views:
-            taken = 0
-            while taken < len(view):
-                if not self.wait_readable(deadline):
-                    raise TransferTimeoutError(f"{self.name}: timed out after {taken} bytes")
-                try:
-                    count = self.sock.recv_into(view[taken:])
-                except OSError as error:
-                    raise ConnectionClosedError(f"{self.name}: {error}") from error
-                if count == 0:
-                    raise ConnectionClosedError(f"{self.name}: closed after {taken} bytes")
-                taken += count
-
-    def wait_readable(self, deadline: float) -> bool:
-        try:
-            return bool(select.select([self.sock], [], [], time_left(deadline))[0])
-        except (OSError, ValueError) as error:
-            raise ConnectionClosedError(f"{self.name}: {error}") from error
-
-    def close(self) -> None:
-        try:
-            self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
-
-    def abort(self) -> None:
-        self.close()
-
-
-Pair: TypeAlias = "Callable[[], tuple[SocketConnection, SocketConnection]]"
-
-
-@pytest.fixture
-def socket_pair() -> Iterator[Pair]:
-    """Makes pairs of connected :class:`SocketConnection`."""
-    made: list[socket.socket] = []
-
-    def make() -> tuple[SocketConnection, SocketConnection]:
-        ends = socket.socketpair()
-        made.extend(ends)
-        return SocketConnection(ends[0], "fake://server"), SocketConnection(ends[1], "fake://client")
-
-    yield make
-    for sock in made:
-        sock.close()
-
-
-class SocketListener(Listener):
-    """Loopback TCP, so that raw clients can talk to a server under test."""
-
-    def __init__(self) -> None:
-        self.sock = socket.create_server(("127.0.0.1", 0))
-        self.closed = False
-
-    @property
-    def address(self) -> str:
-        host, port = self.sock.getsockname()
-        return f"tcp://{host}:{port}"
-
-    def accept(self, deadline: float) -> Connection:
-        while not self.closed:
-            if not select.select([self.sock], [], [], min(0.05, time_left(deadline)))[0]:
-                if time_left(deadline) == 0:
-                    raise TransferTimeoutError("nobody came")
-                continue
-            sock, (host, port) = self.sock.accept()
-            return SocketConnection(sock, f"tcp://{host}:{port}")
-        raise ConnectionClosedError("the listener was closed")
-
-    def close(self) -> None:
-        self.closed = True
+_numbers = itertools.count()
 
 
 class Example(NamedTuple):
@@ -262,10 +166,106 @@ def examples() -> list[Example]:
     return _examples()
 
 
+class Connect(Protocol):
+    """Makes two connected ends: client, server."""
+
+    def __call__(self, kind: str = "tcp") -> tuple[Connection, Connection]: ...
+
+
+class Pair(Protocol):
+    """Makes two channels after their handshake: client, server."""
+
+    def __call__(
+        self,
+        kind: str = "tcp",
+        *,
+        client: ChannelOptions | None = None,
+        server: ChannelOptions | None = None,
+    ) -> tuple[Channel, Channel]: ...
+
+
+class Spawn(Protocol):
+    """Runs a call in another thread."""
+
+    def __call__(self, call: Callable[[], T], /) -> Future[T]: ...
+
+
 @pytest.fixture
-def listener() -> Iterator[SocketListener]:
-    """A listener on loopback TCP."""
-    made = SocketListener()
-    yield made
-    made.close()
-    made.sock.close()
+def spawn() -> Iterator[Spawn]:
+    """Runs calls in other threads, which the test's end joins."""
+    with ThreadPoolExecutor(8) as executor:
+        yield executor.submit
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Makes connections over a transport; they are aborted after the test."""
+    made: list[Connection] = []
+
+    def make(kind: str = "tcp") -> tuple[Connection, Connection]:
+        url = "tcp://127.0.0.1:0" if kind == "tcp" else f"inproc://wire-test-{next(_numbers)}"
+        listener = transports.listen(url)
+        made.append(transports.connect(listener.address, deadline_in(5)))
+        made.append(listener.accept(deadline_in(5)))
+        listener.close()
+        return made[-2], made[-1]
+
+    yield make
+    for connection in made:
+        connection.abort()
+
+
+@pytest.fixture
+def pair(connect: Connect, spawn: Spawn) -> Pair:
+    """Makes channels over a transport."""
+
+    def make(
+        kind: str = "tcp",
+        *,
+        client: ChannelOptions | None = None,
+        server: ChannelOptions | None = None,
+    ) -> tuple[Channel, Channel]:
+        here, there = connect(kind)
+        server_options = server or ChannelOptions(role="server", session="s-server")
+        accepted = spawn(lambda: Channel.accept(there, server_options, deadline_in(5)))
+        client_options = client or ChannelOptions(role="client", session="s-client")
+        opened = Channel.open(here, client_options, deadline_in(5))
+        return opened, accepted.result(5)
+
+    return make
+
+
+@pytest.fixture
+def raw_server() -> Iterator[Callable[[Callable[[socket.socket], None]], str]]:
+    """Starts a server that treats each connection as it is told; returns its URL."""
+    servers: list[tuple[socket.socket, threading.Thread]] = []
+
+    def start(behave: Callable[[socket.socket], None]) -> str:
+        server = socket.create_server(("127.0.0.1", 0))
+
+        def serve() -> None:
+            while True:
+                try:
+                    sock, _ = server.accept()
+                except OSError:
+                    return
+                with sock:
+                    sock.settimeout(10)
+                    try:
+                        behave(sock)
+                        while sock.recv(65536):
+                            pass
+                    except OSError:
+                        continue
+
+        thread = threading.Thread(target=serve, name="raw-server")
+        thread.start()
+        servers.append((server, thread))
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+    yield start
+    for server, thread in servers:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join(10)
+        assert not thread.is_alive()

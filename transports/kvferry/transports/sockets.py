@@ -294,23 +294,21 @@ class SocketConnection(Connection):
         scratch = bytearray(_DRAIN_NBYTES)
         until = time.monotonic() + _FLUSH_S
         pause, crossing = 0.0005, False
-        while True:
+        while time.monotonic() < until:
             try:
-                while (n := self._guard.sock.recv_into(scratch, 0, socket.MSG_DONTWAIT)) > 0:
-                    crossing = True
+                if self._guard.sock.recv_into(scratch, 0, socket.MSG_DONTWAIT) == 0:
+                    return  # the peer has ended too, nothing can cross
             except BlockingIOError:
-                n = -1
+                pass
             except OSError:
                 return
-            # with bytes of the peer on their way to us, only what it acknowledged is safe
-            if n == 0 or self._queued(termios.TIOCOUTQ if crossing else _SIOCOUTQNSD) <= 1:
-                return
-            if time.monotonic() >= until:
-                return
-            if not self._guard.others:
-                self._poll.poll(pause * 1000)
             else:
-                time.sleep(pause)
+                crossing = True
+                continue
+            # with bytes of the peer on their way to us, only what it acknowledged is safe
+            if self._queued(termios.TIOCOUTQ if crossing else _SIOCOUTQNSD) <= 1:  # the end itself counts
+                return
+            time.sleep(pause)
             pause = min(pause * 2, 0.01)
 
     def _queued(self, request: int) -> int:

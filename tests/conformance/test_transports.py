@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import itertools
+import socket
+from typing import ClassVar
+
+import pytest
+
+from kvferry.testing.transports import TransportSuite
+from kvferry.transports import get_transport
+from kvferry.transports.base import Transport
+
+_numbers = itertools.count()
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+class TestInproc(TransportSuite):
+    crosses_processes: ClassVar[bool] = False
+
+    def transport(self) -> Transport:
+        return get_transport("inproc")
+
+    def listen_url(self) -> str:
+        return f"inproc://suite-{next(_numbers)}"
+
+
+class TestTcp(TransportSuite):
+    def transport(self) -> Transport:
+        return get_transport("tcp")
+
+    def listen_url(self) -> str:
+        return "tcp://127.0.0.1:0"
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
+class TestTcpIpv6(TransportSuite):
+    largest_nbytes: ClassVar[int] = 4 << 20
+    connect_cycles: ClassVar[int] = 20
+
+    def transport(self) -> Transport:
+        return get_transport("tcp")
+
+    def listen_url(self) -> str:
+        return "tcp://[::1]:0"
+
+
+class TestPacedTcp(TransportSuite):
+    """A rate changes when bytes are sent, nothing else."""
+
+    largest_nbytes: ClassVar[int] = 4 << 20
+    connect_cycles: ClassVar[int] = 5
+
+    def transport(self) -> Transport:
+        return get_transport("tcp")
+
+    def listen_url(self) -> str:
+        return "tcp://127.0.0.1:0?rate=400MB/s"
