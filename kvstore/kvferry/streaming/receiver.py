@@ -54,7 +54,7 @@ class LayerReceiver:
     waiting threads get the error.
 
     It does not close the channel: an exception of :meth:`start` or :meth:`run` is for the caller to
-    tell the peer (``ChannelServer`` does).
+    tell the peer (``ChannelServer`` does). As a context manager it closes itself.
 
     Args:
         channel: The channel on which ``begin`` came.
@@ -93,6 +93,12 @@ class LayerReceiver:
 
     def __repr__(self) -> str:
         return f"stream {self._begin.stream[:_MAX_NAME]!r} from {self._channel.address}"
+
+    def __enter__(self) -> LayerReceiver:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     @property
     def missing(self) -> frozenset[int]:

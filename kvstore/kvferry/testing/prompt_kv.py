@@ -8,9 +8,33 @@ import numpy as np
 
 from kvferry.core.buffers import ByteArray
 from kvferry.core.keys import BlockKey, block_keys
-from kvferry.core.spec import KeyScope, KVSpec, namespace_id
+from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, TensorSpec, namespace_id
 
-__all__ = ["PromptKV"]
+__all__ = ["PromptKV", "kv_spec", "latent_spec"]
+
+
+def kv_spec(
+    layers: int = 4,
+    *,
+    block_tokens: int = 16,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    dtype: DType = DType.FLOAT16,
+    model: str = "test-model",
+) -> KVSpec:
+    """A spec with K and V of ``[block_tokens, kv_heads, head_dim]`` in every layer."""
+    shape = (block_tokens, kv_heads, head_dim)
+    layer = LayerSpec((TensorSpec("k", shape, dtype), TensorSpec("v", shape, dtype)))
+    return KVSpec(model=model, revision="r1", layers=(layer,) * layers, block_tokens=block_tokens)
+
+
+def latent_spec(
+    layers: int = 4, *, block_tokens: int = 16, latent_dim: int = 24, rope_dim: int = 4
+) -> KVSpec:
+    """A spec as of multi-head latent attention: one tensor a layer, latent and rotary part together."""
+    tensor = TensorSpec("latent", (block_tokens, latent_dim + rope_dim), DType.BFLOAT16)
+    layer = LayerSpec((tensor,))
+    return KVSpec(model="test-mla", revision="r1", layers=(layer,) * layers, block_tokens=block_tokens)
 
 
 class PromptKV:

@@ -1,0 +1,116 @@
+"""The decode end of layer streams, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from kvferry.core.blockstore import BlockStore
+from kvferry.core.clock import deadline_in, is_past, time_left
+from kvferry.core.errors import ConnectionClosedError, KVFerryError, ProtocolError, TransferTimeoutError
+from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.streaming import LayerReceiver
+from kvferry.wire import Channel, ChannelOptions, ChannelServer
+from kvferry.wire.messages import BeginStream
+
+__all__ = ["DecodeEnd"]
+
+
+class DecodeEnd:
+    """A port that receives streams into a store. Thread safe; as a context manager it closes.
+
+    Args:
+        listen_url: Where to listen.
+        store: Where the blocks go; stays the caller's.
+        spec: What is served.
+        scope: Adapter and salt that are served.
+        ring: Frames that a sender may have under way.
+        timeout_s: How long a stream may take.
+        checksum: Whether this end asks for checksums.
+    """
+
+    def __init__(
+        self,
+        listen_url: str,
+        store: BlockStore,
+        spec: KVSpec,
+        *,
+        scope: KeyScope = KeyScope(),  # noqa: B008 - frozen
+        ring: int = 8,
+        timeout_s: float = 30.0,
+        checksum: bool = True,
+    ) -> None:
+        self.namespace = store.namespace(spec, scope)
+        self._ring = ring
+        self._timeout_s = timeout_s
+        self._checksum = checksum
+        self._receivers: queue.SimpleQueue[LayerReceiver] = queue.SimpleQueue()
+        self._cond = threading.Condition()
+        self._errors: list[KVFerryError] = []
+        self._server = ChannelServer(listen_url, self._options("decode"), self._serve, name="streams")
+
+    def __enter__(self) -> DecodeEnd:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """The dialable URL."""
+        return self._server.address
+
+    def close(self) -> None:
+        """End all streams and join the threads."""
+        self._server.close()
+
+    def connect(self, address: str = "") -> Channel:
+        """A channel as a prefill worker opens it; ``address`` may add options such as a rate."""
+        return Channel.connect(address or self.address, self._options("prefill"), deadline_in(10))
+
+    def receiver(self, deadline: float) -> LayerReceiver:
+        """The receiver of the next stream whose opening was accepted; the caller closes it.
+
+        Raises:
+            TransferTimeoutError: If there is none by the deadline.
+        """
+        try:
+            return self._receivers.get(timeout=time_left(deadline))
+        except queue.Empty:
+            raise TransferTimeoutError("no stream was opened in time") from None
+
+    def error(self, deadline: float) -> KVFerryError:
+        """The error of the next stream that failed.
+
+        Raises:
+            TransferTimeoutError: If none failed by the deadline.
+        """
+        with self._cond:
+            while not self._errors:
+                if is_past(deadline):
+                    raise TransferTimeoutError("no stream failed in time")
+                self._cond.wait(time_left(deadline))
+            return self._errors.pop(0)
+
+    def _options(self, role: str) -> ChannelOptions:
+        return ChannelOptions(role=role, session=f"{role}-end", checksum=self._checksum)
+
+    def _serve(self, channel: Channel) -> None:
+        """Streams of one connection, one after the other."""
+        while True:
+            try:
+                message = channel.receive(deadline_in(self._timeout_s)).message
+            except ConnectionClosedError:
+                return  # between two streams: the sender has no more
+            if not isinstance(message, BeginStream):
+                raise ProtocolError(f"{type(message).__name__} where a stream should begin", remote=True)
+            receiver = LayerReceiver(channel, self.namespace, message, ring=self._ring)
+            try:
+                receiver.start()
+                self._receivers.put(receiver)
+                receiver.run(deadline_in(self._timeout_s))
+            except KVFerryError as error:
+                with self._cond:
+                    self._errors.append(error)
+                    self._cond.notify_all()
+                raise
