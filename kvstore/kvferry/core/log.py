@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 __all__ = ["JsonFormatter", "LogLimiter", "TextFormatter", "configure", "redact"]
 
@@ -202,5 +202,11 @@ def configure(
     return handler
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # cannot be subscripted on Python 3.10
+
+
+class _Handler(_StreamHandler):
     """The handler of :func:`configure`, told apart from those of others by its class."""

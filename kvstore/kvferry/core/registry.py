@@ -7,7 +7,6 @@ asked for by name, so a plug-in whose requirements are not installed costs nothi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar, cast
@@ -59,7 +58,6 @@ class Registry(Generic[T]):
         self.group = group
         self._lock = threading.Lock()
         self._points: dict[str, list[EntryPoint]] | None = None
-        self._loaded: dict[str, T] = {}
         self._local: dict[str, T] = {}
 
     def names(self) -> list[str]:
@@ -78,14 +76,10 @@ class Registry(Generic[T]):
         with self._lock:
             if name in self._local:
                 return self._local[name]
-            if name in self._loaded:
-                return self._loaded[name]
             points = self._scan().get(name)
         if points is None:
             raise self._unknown(name)
-        plugin = cast("T", _load(self._only(name, points)))
-        with self._lock:
-            return self._loaded.setdefault(name, plugin)
+        return cast("T", _load(self._only(name, points)))
 
     def register(self, name: str, plugin: T) -> None:
         """Add a plug-in of this process, for applications and tests that install no distribution.
@@ -138,11 +132,8 @@ class Registry(Generic[T]):
         """Entry points by name, read once; the caller holds the lock."""
         if self._points is None:
             found: dict[str, list[EntryPoint]] = {}
-            for point in _entry_points(self.group):
-                same = found.setdefault(point.name, [])
-                # one distribution can be seen twice: its source tree and its installed metadata
-                if not any((p.value, _distribution(p)) == (point.value, _distribution(point)) for p in same):
-                    same.append(point)
+            for point in entry_points(group=self.group):  # a distribution seen twice on the path counts once
+                found.setdefault(point.name, []).append(point)
             self._points = found
         return self._points
 
@@ -158,10 +149,6 @@ class Registry(Generic[T]):
         return UnknownPluginError(
             f"{self.group}: no plug-in {name!r}{did_you_mean(name, names)} ({existing})"
         )
-
-
-def _entry_points(group: str) -> Iterable[EntryPoint]:
-    return entry_points(group=group)
 
 
 def _distribution(point: EntryPoint) -> str:
