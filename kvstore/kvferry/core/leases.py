@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 from kvferry.core.arena import ArenaMap
@@ -237,15 +236,13 @@ class SlotReadLease(SlotLease):
     def __enter__(self) -> SlotReadLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self.state is LeaseState.ENDED:
             return
         try:
             self.release()
         except LeaseExpiredError:
-            if kind is None:  # an error on its way says more than its consequence
+            if exc_info[0] is None:  # an error on its way says more than its consequence
                 raise
 
 
@@ -299,9 +296,7 @@ class SlotWriteLease(SlotLease):
     def __enter__(self) -> SlotWriteLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.abort()
 
 

@@ -1,0 +1,120 @@
+"""A namespace of the store in memory: keys, and calls passed on to :class:`MemoryStore`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.core import keys as _keys
+from kvferry.core.blockstore import Hit
+from kvferry.core.buffers import Buf, as_bytes_view, copy_into
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens
+from kvferry.core.leases import SlotReadLease, SlotWriteLease
+from kvferry.core.segments import Slot
+from kvferry.core.sessions import Session
+from kvferry.core.spec import KeyScope, KVSpec, namespace_id
+
+if TYPE_CHECKING:
+    from kvferry.core.memory import MemoryStore
+
+__all__ = ["MemoryNamespace"]
+
+
+def _require_keys(keys: Iterable[BlockKey]) -> None:
+    for key in keys:
+        if len(key) != KEY_NBYTES:
+            raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
+
+
+class MemoryNamespace:
+    """See :class:`kvferry.core.blockstore.Namespace`. Cheap: holds no blocks itself."""
+
+    def __init__(self, store: MemoryStore, session: Session, spec: KVSpec, scope: KeyScope) -> None:
+        self._store = store
+        self.session = session
+        self.spec = spec
+        self.scope = scope
+        self.namespace_id = namespace_id(spec, scope)
+        self.slot_nbytes = Slot(0, 0, spec.block_nbytes, 0).slot_nbytes
+
+    def keys(self, tokens: Tokens, *, media: Sequence[Media] = ()) -> list[BlockKey]:
+        """Keys of the full blocks of ``tokens``."""
+        return _keys.block_keys(self.namespace_id, tokens, self.spec.block_tokens, media=media)
+
+    def foreign_keys(self, engine_hashes: Iterable[bytes]) -> list[BlockKey]:
+        """An engine's own 32-byte hash chain as keys."""
+        return _keys.foreign_keys(engine_hashes)
+
+    def lookup(self, keys: Sequence[BlockKey]) -> Hit:
+        """Which keys are stored; no side effect but on the counters of lookups."""
+        return self._store._lookup(self.namespace_id, keys)
+
+    def load(self, keys: Sequence[BlockKey], *, deadline: float) -> SlotReadLease:  # noqa: ARG002
+        """Lease the longest stored prefix of ``keys``; never waits, so the deadline has no effect."""
+        return self._store._load(self, keys)
+
+    def reserve(
+        self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float
+    ) -> SlotWriteLease:
+        """Reserve slots for those of ``keys`` that are not stored; several may fill the same key.
+
+        When nothing may be evicted it waits for leases and pins of other chains to end; if none could
+        make room, it raises at once.
+
+        Raises:
+            CapacityError: If there is no room by the deadline, or the session's write quota is used up;
+                nothing stays reserved.
+            ConfigError: If a key is not 32 bytes long.
+            StoreError: If the store is closed or the session has ended.
+        """
+        _require_keys(keys if parent is None else [*keys, parent])
+        return self._store._reserve(self, keys, parent, deadline)
+
+    def save(
+        self, blocks: Sequence[tuple[BlockKey, Buf]], *, parent: BlockKey | None, deadline: float
+    ) -> int:
+        """Reserve, copy and commit; returns the blocks newly stored.
+
+        Raises:
+            CapacityError: As :meth:`reserve`.
+            ConfigError: If a buffer is not ``spec.block_nbytes`` long; nothing is stored.
+            LeaseExpiredError: If the copy took longer than a lease lasts; nothing is stored.
+        """
+        sources = {key: as_bytes_view(buf) for key, buf in reversed(blocks)}
+        for key, source in sources.items():
+            if len(source) != self.spec.block_nbytes:
+                raise ConfigError(
+                    f"block {key[:8].hex()}… has {len(source)} bytes, a block of this spec has "
+                    f"{self.spec.block_nbytes}"
+                )
+        with self.reserve([key for key, _ in blocks], parent=parent, deadline=deadline) as lease:
+            for index, key in enumerate(lease.keys):
+                copy_into(lease.view(index), sources[key])
+            return lease.commit()
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        """There is no slower tier: does nothing."""
+
+    def pin(self, keys: Sequence[BlockKey], *, ttl: float) -> int:
+        """Keep stored blocks from eviction for ``ttl`` seconds; returns how many are stored.
+
+        Raises:
+            ConfigError: If ``ttl`` is not above 0.
+        """
+        if not ttl > 0:
+            raise ConfigError(f"a pin of {ttl} seconds; ttl must be above 0")
+        return self._store._pin(self.namespace_id, keys, time.monotonic() + ttl)
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """End :meth:`pin` early."""
+        self._store._unpin(self.namespace_id, keys)
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Forget blocks, also pinned ones; leased slots are used again only after the lease."""
+        return self._store._remove(self.namespace_id, keys)
+
+    def clear(self) -> int:
+        """Forget all blocks of the namespace; returns how many."""
+        return self._store._remove(self.namespace_id, None)

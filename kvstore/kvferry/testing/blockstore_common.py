@@ -1,0 +1,101 @@
+"""What the parts of the ``BlockStore`` suite share: the fixtures and a few short calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.core.blockstore import BlockStore, Namespace, ReadLease, Stats, WriteLease
+from kvferry.core.clock import deadline_in
+from kvferry.core.keys import BlockKey
+from kvferry.testing.blocks import block_bytes, small_spec
+
+__all__ = [
+    "BIG",
+    "BLOCKS",
+    "OTHER",
+    "SHORT_S",
+    "SPEC",
+    "StoreFixtures",
+    "assert_stored",
+    "chain",
+    "fill_lease",
+    "gauges",
+    "load",
+    "reserve",
+]
+
+BLOCKS = 8  # capacity of the stores under test, in blocks of SPEC
+SPEC = small_spec("suite")
+OTHER = small_spec("other")
+BIG = small_spec("big", pages=6)
+SHORT_S = 0.05
+
+
+def chain(namespace: Namespace, number: int, blocks: int) -> list[BlockKey]:
+    """Keys of a chain that shares no block with a chain of another number."""
+    return namespace.keys([number] * (blocks * namespace.spec.block_tokens))
+
+
+def load(namespace: Namespace, keys: list[BlockKey]) -> ReadLease:
+    """Lease ``keys`` for reading."""
+    return namespace.load(keys, deadline=deadline_in(5))
+
+
+def reserve(
+    namespace: Namespace, keys: list[BlockKey], *, parent: BlockKey | None = None, seconds: float = 5.0
+) -> WriteLease:
+    """Reserve ``keys``."""
+    return namespace.reserve(keys, parent=parent, deadline=deadline_in(seconds))
+
+
+def fill_lease(lease: WriteLease) -> None:
+    """Write the known bytes into every slot of ``lease``."""
+    for index, key in enumerate(lease.keys):
+        view = lease.view(index)
+        view[:] = block_bytes(key, len(view))
+
+
+def assert_stored(namespace: Namespace, keys: list[BlockKey]) -> None:
+    """All of ``keys`` are stored with the right bytes."""
+    with load(namespace, keys) as lease:
+        assert lease.keys == tuple(keys)
+        for index, key in enumerate(keys):
+            assert lease.view(index) == block_bytes(key, namespace.spec.block_nbytes)
+
+
+def gauges(stats: Stats) -> tuple[int, ...]:
+    """Entries, used, pinned, quarantined bytes and leases: all zero when nothing is kept."""
+    return (stats.entries, stats.used_nbytes, stats.pinned_nbytes, stats.quarantined_nbytes, stats.leases)
+
+
+class StoreFixtures(ABC):
+    """Stores for the tests; :meth:`make_store` is what a plug-in gives."""
+
+    @abstractmethod
+    def make_store(self, capacity_nbytes: int, *, lease_s: float = 30.0) -> BlockStore:
+        """An empty store with room for exactly ``capacity_nbytes`` of page-aligned blocks.
+
+        Whatever must be undone beside ``close`` is the test class's own to undo.
+        """
+
+    @pytest.fixture
+    def store(self) -> Iterator[BlockStore]:
+        """A store of :data:`BLOCKS` blocks."""
+        store = self.make_store(BLOCKS * SPEC.block_nbytes)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def short_store(self) -> Iterator[BlockStore]:
+        """The same with leases that last 50 ms."""
+        store = self.make_store(BLOCKS * SPEC.block_nbytes, lease_s=SHORT_S)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def ns(self, store: BlockStore) -> Namespace:
+        """A namespace of ``store``."""
+        return store.namespace(SPEC)
