@@ -1,0 +1,187 @@
+import os
+import pickle
+import time
+
+import msgspec
+import pytest
+
+from kvferry.core.arena import ArenaMap
+from kvferry.core.blockstore import ReadLease, WriteLease
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import LeaseExpiredError, StoreError
+from kvferry.core.leases import LeaseState, LeaseTicket, MappedReadLease, SlotReadLease, SlotWriteLease
+from kvferry.core.memory import MemoryStore
+from kvferry.core.sessions import Session
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+
+SPEC = small_spec("leases")
+N = SPEC.block_nbytes
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(8 * N)
+
+
+def loaded(store: MemoryStore, blocks: int = 2) -> SlotReadLease:
+    ns = store.namespace(SPEC)
+    keys = ns.keys([1] * (blocks * SPEC.block_tokens))
+    save_blocks(ns, keys)
+    return ns.load(keys, deadline=deadline_in(1))
+
+
+def reserved(store: MemoryStore, session: Session, blocks: int = 2, number: int = 2) -> SlotWriteLease:
+    ns = store.for_session(session).namespace(SPEC)
+    return ns.reserve(ns.keys([number] * (blocks * SPEC.block_tokens)), parent=None, deadline=deadline_in(1))
+
+
+def past(lease: SlotReadLease | SlotWriteLease) -> None:
+    wait_until(lambda: time.monotonic() >= lease.expires_at)
+
+
+def test_the_classes_are_what_the_protocol_says(store: MemoryStore) -> None:
+    read: ReadLease = loaded(store)
+    write: WriteLease = reserved(store, store.session)
+    assert read.lease_id != write.lease_id
+    assert repr(read).startswith("<read lease r-")
+    assert "2, active" in repr(write)
+
+
+def test_a_ticket_is_plain_data_that_another_process_can_check(store: MemoryStore) -> None:
+    lease = loaded(store)
+    ticket = lease.ticket()
+    assert pickle.loads(pickle.dumps(ticket)) == ticket
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=LeaseTicket)
+    assert again == ticket
+    mapped = MappedReadLease(ArenaMap.from_fds(store.layout(), store.arena.descriptors()), again)
+    assert len(mapped) == 2
+    for index, key in enumerate(lease.keys):
+        assert mapped.view(index).readonly
+        assert mapped.view(index) == block_bytes(key, N)
+    mapped.check()
+    store.namespace(SPEC).clear()
+    mapped.check()
+    lease.release()  # nobody holds the removed blocks any more: their slots are freed
+    with pytest.raises(LeaseExpiredError, match="used again"):
+        mapped.check()
+
+
+def test_a_mapped_lease_is_over_at_its_deadline_without_the_owner() -> None:
+    store = MemoryStore(8 * N, lease_s=0.02)
+    lease = loaded(store)
+    mapped = MappedReadLease(ArenaMap.from_fds(store.layout(), store.arena.descriptors()), lease.ticket())
+    past(lease)
+    with pytest.raises(LeaseExpiredError, match="past its deadline"):
+        mapped.check()
+
+
+def test_a_lease_is_resolved_by_its_own_session_only(store: MemoryStore) -> None:
+    mine, other = Session("mine"), Session("other")
+    write = reserved(store, mine)
+    assert store.for_session(mine).find_lease(write.lease_id) is write
+    assert store.for_session(other).find_lease(write.lease_id) is None
+    read = loaded(store)
+    assert store.find_lease(read.lease_id, store.session) is read
+    read.release()
+    assert store.find_lease(read.lease_id, store.session) is None
+
+
+def test_check_finds_a_slot_that_was_used_again(store: MemoryStore) -> None:
+    lease = loaded(store)
+    store.arena.free(lease.slots[1])  # what must never happen to a leased slot
+    with pytest.raises(LeaseExpiredError, match="used again"):
+        lease.check()
+
+
+def test_an_error_on_its_way_is_not_hidden_by_the_lease() -> None:
+    store = MemoryStore(8 * N, lease_s=0.02)
+    late = loaded(store)
+    past(late)
+    with pytest.raises(ZeroDivisionError), late:
+        raise ZeroDivisionError
+    assert late.state is LeaseState.ENDED
+    with pytest.raises(LeaseExpiredError), loaded(store) as lease:
+        past(lease)
+    with loaded(store) as lease:
+        lease.release()
+
+
+def test_a_deadline_while_another_hand_writes() -> None:
+    store = MemoryStore(8 * N, lease_s=0.02)
+    lease = reserved(store, store.session)
+    with lease.writing():
+        past(lease)
+        assert store.stats().quarantined_nbytes == 2 * N
+        with pytest.raises(LeaseExpiredError):
+            lease.commit()
+        assert store.stats().quarantined_nbytes == 2 * N
+    assert store.stats().used_nbytes == 0
+    lease = reserved(store, store.session)
+    with lease.writing():
+        past(lease)
+        assert store.stats().expired_leases == 2
+    assert store.stats().used_nbytes == 0, "the transport's completion ends the quarantine"
+
+
+def test_the_session_process_may_still_write_after_the_transport_did() -> None:
+    store = MemoryStore(8 * N, lease_s=0.02)
+    lease = reserved(store, Session("client", pid=os.getpid()))
+    with lease.writing():
+        past(lease)
+        store.poll()
+    assert store.stats().quarantined_nbytes == 2 * N
+    lease.abort()
+    assert store.stats().used_nbytes == 0
+
+
+def test_the_end_of_a_session_ends_its_leases_and_no_others(store: MemoryStore) -> None:
+    session = Session("engine")
+    view = store.for_session(session)
+    read = loaded(store)
+    ns = view.namespace(SPEC)
+    theirs = ns.load(list(read.keys), deadline=deadline_in(1))
+    write, written = reserved(store, session), reserved(store, session, number=3)
+    with written.writing():
+        view.close()
+        assert store.stats().leases == 1
+        assert store.stats().quarantined_nbytes == 2 * N
+    assert store.stats().used_nbytes == 2 * N
+    for call in (theirs.check, theirs.release, write.commit, written.commit):
+        with pytest.raises(LeaseExpiredError):
+            call()
+    read.release()
+    with pytest.raises(StoreError, match="engine has ended"):
+        ns.load([], deadline=deadline_in(1))
+    with pytest.raises(StoreError, match="engine has ended"):
+        reserved(store, session)
+    assert view.stats().expired_leases == 0
+    assert view.poll() == []
+    assert view.flush(deadline=0)
+
+
+def test_a_commit_of_a_session_that_has_ended_in_another_store() -> None:
+    session = Session("engine")
+    store = MemoryStore(8 * N, session=session)
+    lease = reserved(store, session)
+    session._ended = True  # between the end and the store's being told
+    with pytest.raises(LeaseExpiredError, match="session has ended"):
+        lease.commit()
+    assert store.stats().used_nbytes == 0
+
+
+def test_a_store_that_is_gone_is_not_told() -> None:
+    session = Session("engine")
+    store = MemoryStore(8 * N, session=session)
+    other = MemoryStore(8 * N, session=session)
+    other.close()
+    del store
+    session.end()
+
+
+def test_many_short_leases_leave_no_deadlines_behind(store: MemoryStore) -> None:
+    for _ in range(300):
+        loaded(store).release()
+    table = store._pool.reads
+    assert len(table._deadlines) <= 64 + 1
+    assert table.next_deadline() is None
+    assert list(table) == []
