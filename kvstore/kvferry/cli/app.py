@@ -32,6 +32,8 @@ class CommandEntry(NamedTuple):
     """``module:object``: a function with typer annotations, or a ``typer.Typer`` with sub-commands."""
     help: str
     """One line for ``kvferry --help``; the whole help is the docstring of the function."""
+    extra: str = ""
+    """The extra of the distribution that brings what the command imports, if the base does not."""
 
 
 COMMANDS: dict[str, CommandEntry] = {
@@ -39,7 +41,9 @@ COMMANDS: dict[str, CommandEntry] = {
         "kvferry.cli.config:app", "Show the configuration and where each value comes from."
     ),
     "demo": CommandEntry(
-        "kvferry.cli.demo:demo", "Hold a conversation split in processes and in one; show where time went."
+        "kvferry.cli.demo:demo",
+        "Hold a conversation split in processes and in one; show where time went.",
+        "demo",
     ),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }
@@ -113,26 +117,40 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     Args:
         args: The command line without the program's name; ``None`` takes that of the process.
     """
+    args = sys.argv[1:] if args is None else args
     try:
         code = app(args=args, prog_name="kvferry", standalone_mode=True)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        code = _report(error)
+        code = _report(error, args)
         if code is None:
             raise
     sys.exit(code)
 
 
-def _report(error: Exception) -> int | None:
-    """Print an error of kvferry's own as one line; ``None`` for anything else."""
-    errors = sys.modules.get("kvferry.core.errors")  # not loaded: then none of its errors can have come
-    if errors is None or not isinstance(error, errors.KVFerryError):
-        return None
-    if os.environ.get("KVFERRY_DEBUG", "") not in ("", "0"):
-        traceback.print_exception(error)
+def _report(error: Exception, args: Sequence[str]) -> int | None:
+    """Print an error that users can mend as one line; ``None`` for anything else, which is a bug."""
     from kvferry.core.log import redact
 
-    text = " ".join(str(error).split())
-    print(f"error: {redact(text)}", file=sys.stderr)
-    return EXIT_USAGE if isinstance(error, (errors.ConfigError, errors.RequestError)) else EXIT_ERROR
+    text, code = _missing_extra(error, args), EXIT_USAGE
+    if text is None:
+        errors = sys.modules.get("kvferry.core.errors")  # not loaded: then none of its errors can have come
+        if errors is None or not isinstance(error, errors.KVFerryError):
+            return None
+        text = str(error)
+        code = EXIT_USAGE if isinstance(error, (errors.ConfigError, errors.RequestError)) else EXIT_ERROR
+    if os.environ.get("KVFERRY_DEBUG", "") not in ("", "0"):
+        traceback.print_exception(error)
+    print(f"error: {redact(' '.join(text.split()))}", file=sys.stderr)
+    return code
+
+
+def _missing_extra(error: Exception, args: Sequence[str]) -> str | None:
+    """What to install for a command whose imports fail, or ``None`` if that is not what happened."""
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "kvferry").split(".")[0] == "kvferry":
+        return None
+    name = next((arg for arg in args if arg in COMMANDS), None)
+    if name is None or not COMMANDS[name].extra:
+        return None
+    return f"kvferry {name} needs {error.name}: pip install 'kvferry[{COMMANDS[name].extra}]'"

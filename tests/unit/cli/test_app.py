@@ -106,6 +106,23 @@ def test_a_traceback_is_shown_when_asked_for(
     assert shown.endswith("error: a b\n")
 
 
+def test_a_command_without_its_extra_says_what_to_install(
+    raises: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = app.CommandEntry(f"{MINE}:command", "Fails.", "turbo")
+    monkeypatch.setitem(app.COMMANDS, "fail", entry)
+    raises.error = ModuleNotFoundError("No module named 'turbolib'", name="turbolib")  # type: ignore[attr-defined]
+    assert run("fail") == 2
+    assert capsys.readouterr().err == "error: kvferry fail needs turbolib: pip install 'kvferry[turbo]'\n"
+    monkeypatch.setitem(app.COMMANDS, "fail", entry._replace(extra=""))
+    with pytest.raises(ModuleNotFoundError):
+        main(["fail"])
+    monkeypatch.setitem(app.COMMANDS, "fail", entry)
+    raises.error = ModuleNotFoundError("our own", name="kvferry.gone")  # type: ignore[attr-defined]
+    with pytest.raises(ModuleNotFoundError):
+        main(["fail"])
+
+
 def test_a_bug_keeps_its_traceback(raises: type) -> None:
     raises.error = ZeroDivisionError("bug")  # type: ignore[attr-defined]
     with pytest.raises(ZeroDivisionError):
