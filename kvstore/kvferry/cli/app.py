@@ -45,6 +45,9 @@ COMMANDS: dict[str, CommandEntry] = {
         "Hold a conversation split in processes and in one; show where time went.",
         "demo",
     ),
+    "gateway": CommandEntry("kvferry.cli.engine:gateway", "Run the HTTP gateway over the workers."),
+    "prefill": CommandEntry("kvferry.cli.engine:prefill", "Run a prefill worker."),
+    "decode": CommandEntry("kvferry.cli.engine:decode", "Run a decode worker."),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }
 """Command name to where it is; the order is that of ``kvferry --help``."""

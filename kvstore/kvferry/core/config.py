@@ -128,6 +128,9 @@ class PrefillConfig(Section):
     )
     chunk_tokens: int = Field(default=512, ge=1, le=_MIB, description="Tokens computed at once.")
     max_queue: int = Field(default=64, ge=1, le=65536, description="Requests waiting before one is refused.")
+    drain: Seconds = Field(
+        default=3.0, ge=0, le=3600, description="For requests under way to end when it is stopped."
+    )
 
 
 class DecodeConfig(Section):
@@ -141,6 +144,9 @@ class DecodeConfig(Section):
     )
     max_running: int = Field(default=16, ge=1, le=4096, description="Requests decoded side by side.")
     max_queue: int = Field(default=64, ge=1, le=65536, description="Requests waiting before one is refused.")
+    drain: Seconds = Field(
+        default=3.0, ge=0, le=3600, description="For requests under way to end when it is stopped."
+    )
 
 
 class GatewayConfig(Section):
@@ -159,6 +165,9 @@ class GatewayConfig(Section):
     queue_timeout: Seconds = Field(
         default=60.0, ge=0.1, le=3600, description="How long a request may wait for a worker."
     )
+    prefill_timeout: Seconds = Field(
+        default=300.0, ge=0.1, le=_DAY, description="Until the decode worker holds all KV of a request."
+    )
     total_timeout: Seconds = Field(
         default=600.0, ge=0.1, le=_DAY, description="How long a request may take in all."
     )
@@ -167,6 +176,9 @@ class GatewayConfig(Section):
     )
     max_body: Nbytes = Field(
         default=8 * _MIB, ge=1 * _KIB, le=1 * _GIB, description="The largest request body."
+    )
+    drain: Seconds = Field(
+        default=3.0, ge=0, le=3600, description="For requests under way to end when it is stopped."
     )
 
 

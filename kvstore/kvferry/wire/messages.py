@@ -280,6 +280,7 @@ class Prefill(Message, frozen=True, tag="prefill"):
     sampling: SamplingParams
     scope: KeyScope = KeyScope()
     timeout_s: Seconds = 60.0
+    queue_timeout_s: Seconds = 60.0
 
 
 class PrefillDone(Message, frozen=True, tag="prefill_done"):
@@ -298,7 +299,8 @@ class PrefillDone(Message, frozen=True, tag="prefill_done"):
 class Generate(Message, frozen=True, tag="generate"):
     """Gateway → decode: expect ``stream`` and generate from it.
 
-    ``timeout_s`` bounds the whole generation, ``kv_timeout_s`` the time until all KV is there.
+    ``timeout_s`` bounds the whole generation, ``kv_timeout_s`` the time until all KV is there,
+    ``queue_timeout_s`` the time until there is room.
     """
 
     request: str
@@ -308,6 +310,7 @@ class Generate(Message, frozen=True, tag="generate"):
     timeout_s: Seconds = 60.0
     kv_timeout_s: Seconds = 60.0
     scope: KeyScope = KeyScope()
+    queue_timeout_s: Seconds = 60.0
 
 
 class GenerateReady(Message, frozen=True, tag="generate_ready"):
@@ -326,6 +329,9 @@ class TokensOut(Message, frozen=True, tag="tokens"):
 class Finished(Message, frozen=True, tag="finished"):
     """Decode → gateway: the end of a generation. Times are on the worker's clock.
 
+    ``cached_tokens``, ``prefill_started_at`` and ``kv_written_at`` are passed on from the handoff, the
+    last two on the clock of the prefill worker.
+
     ``reason`` is ``stop`` (a stop token), ``length``, or ``cancelled`` (asked for by the gateway).
     """
 
@@ -336,6 +342,9 @@ class Finished(Message, frozen=True, tag="finished"):
     kv_nbytes: Count
     wire_s: Seconds
     finished_at: Moment = 0.0
+    cached_tokens: Count = 0
+    prefill_started_at: Moment = 0.0
+    kv_written_at: Moment = 0.0
 
 
 class Cancel(Message, frozen=True, tag="cancel"):

@@ -1,0 +1,298 @@
+"""The HTTP edge: ``/v1/completions``, ``/v1/models``, ``/live``, ``/ready``, ``/metrics``.
+
+The only place with an event loop. Each request runs in the router's threads, which report through a
+queue; beside it the client's connection is watched, so that a client that has gone is noticed in any
+phase, also while nothing is being sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvferry.core.errors import KVFerryError, RequestCancelledError, TransferTimeoutError
+from kvferry.engine.gateway.answer import Answer
+from kvferry.engine.gateway.errors import (
+    InvalidFieldError,
+    NoWorkerError,
+    error_body,
+    error_headers,
+    http_status,
+)
+from kvferry.engine.gateway.events import Done, Event, Failed, RequestRouter, Tokens
+from kvferry.engine.gateway.metrics import GatewayMetrics
+from kvferry.engine.gateway.request import CompletionRequest, ServedModel, parse_completion
+
+__all__ = ["HttpLimits", "create_app"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds of the HTTP side.
+
+    Attributes:
+        max_body_nbytes: Largest request body.
+        body_timeout_s: Time for a client to send its body.
+        send_timeout_s: Time for a client to take what is sent before the request is cancelled.
+    """
+
+    max_body_nbytes: int = 32 << 20
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 30.0
+
+
+class _ClientGoneError(Exception):
+    """The client closed its connection."""
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _error(error: KVFerryError) -> Response:
+    return _json(error_body(error), http_status(error), error_headers(error))
+
+
+class _Call:
+    """One request between the event loop and the router's threads."""
+
+    def __init__(
+        self, router: RequestRouter, request: CompletionRequest, arrived: float, receive: Receive
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def on_event(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._events = events
+        self._run = router.submit(request, arrived, on_event)
+        self._gone = loop.create_task(_until_disconnected(receive))
+
+    async def next(self) -> Event:
+        """The next event.
+
+        Raises:
+            _ClientGoneError: If the client went away first.
+        """
+        if not self._events.empty():
+            return self._events.get_nowait()
+        getting = asyncio.ensure_future(self._events.get())
+        done, _ = await asyncio.wait({getting, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+        if getting in done:
+            return getting.result()
+        getting.cancel()
+        raise _ClientGoneError
+
+    def stop(self) -> None:
+        self._run.stop()
+
+    def close(self) -> None:
+        self._run.cancel()
+        self._gone.cancel()
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Completions:
+    """The ASGI application of ``POST /v1/completions``."""
+
+    def __init__(self, router: RequestRouter, limits: HttpLimits, metrics: GatewayMetrics) -> None:
+        self._router = router
+        self._limits = limits
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.monotonic()
+        status = 500
+        try:
+            status = await self._serve(scope, receive, send, arrived)
+        except (_ClientGoneError, ClientDisconnect):
+            status = 499  # nobody to answer to; the number is what proxies log
+        except KVFerryError as error:
+            status = http_status(error)
+            await _error(error)(scope, receive, send)
+        except Exception:
+            log.exception("request failed")
+            await _error(KVFerryError("internal error; the gateway's log says more"))(scope, receive, send)
+        finally:
+            self._metrics.requests.labels(code=str(status)).inc()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, arrived: float) -> int:
+        served = self._router.served()
+        body = await _read_body(Request(scope, receive), self._limits)
+        # Encoding a long text takes a while: not in the event loop.
+        request = await asyncio.get_running_loop().run_in_executor(None, parse_completion, body, served)
+        call = _Call(self._router, request, arrived, receive)
+        try:
+            with self._metrics.in_flight.track_inprogress():
+                if request.stream:
+                    return await self._stream(call, Answer(request, served), send)
+                return await self._whole(call, Answer(request, served), scope, receive, send)
+        finally:
+            call.close()
+
+    async def _whole(self, call: _Call, answer: Answer, scope: Scope, receive: Receive, send: Send) -> int:
+        while True:
+            event = await call.next()
+            if isinstance(event, Tokens):
+                if answer.token_sent_at is None:
+                    answer.token_sent_at = time.monotonic()
+                self._take(call, answer, event)
+            else:
+                break
+        done = _checked(event, answer)
+        answer.finish()
+        self._metrics.observe(done, answer.timing(done), len(answer.token_ids))
+        await _json(answer.body(done))(scope, receive, send)
+        return 200
+
+    async def _stream(self, call: _Call, answer: Answer, send: Send) -> int:
+        event = await call.next()
+        if not isinstance(event, Tokens):  # before the first token a failure still has its status
+            _checked(event, answer)
+            raise KVFerryError("the decode worker ended the request without a token")
+        out = _EventSender(send, self._limits.send_timeout_s)
+        await out.start()
+        try:
+            while isinstance(event, Tokens):
+                if not answer.stopped:
+                    await out.event(answer.chunk(self._take(call, answer, event), event.token_ids))
+                    if answer.token_sent_at is None:
+                        answer.token_sent_at = time.monotonic()
+                event = await call.next()
+            done = _checked(event, answer)
+            self._metrics.observe(done, answer.timing(done), len(answer.token_ids))
+            await out.event(answer.last_chunk(answer.finish(), done))
+        except KVFerryError as error:
+            log.warning("stream failed after %d tokens: %s", len(answer.token_ids), error)
+            await out.event(error_body(error))
+        await out.end()
+        return 200
+
+    @staticmethod
+    def _take(call: _Call, answer: Answer, event: Tokens) -> str:
+        """Add tokens to the answer, unless a stop string already ended it."""
+        if answer.stopped:
+            return ""
+        text = answer.add(event.token_ids)
+        if answer.stopped:
+            call.stop()
+        return text
+
+
+def _checked(event: Event, answer: Answer) -> Done:
+    """The end of a request that ended well; everything else raises."""
+    if isinstance(event, Failed):
+        raise event.error
+    if not isinstance(event, Done) or (event.reason == "cancelled" and not answer.stopped):
+        raise RequestCancelledError("the request was cancelled behind the gateway")
+    return event
+
+
+class _EventSender:
+    """Server-sent events to one client, each within a time limit."""
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
+        self._send = send
+        self._timeout_s = timeout_s
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        try:
+            await asyncio.wait_for(self._send(message), self._timeout_s)
+        except asyncio.TimeoutError as error:
+            log.warning("a client took nothing for %.0f s, its request is cancelled", self._timeout_s)
+            raise _ClientGoneError from error
+        except OSError as error:
+            raise _ClientGoneError from error
+
+    async def start(self) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await self._put({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def event(self, body: object) -> None:
+        data = b"data: " + msgspec.json.encode(body) + b"\n\n"
+        await self._put({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._put({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _read_body(request: Request, limits: HttpLimits) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+
+    async def read() -> None:
+        nonlocal size
+        async for part in request.stream():
+            size += len(part)
+            if size > limits.max_body_nbytes:
+                raise InvalidFieldError(f"the body is over the limit of {limits.max_body_nbytes} bytes")
+            parts.append(part)
+
+    try:
+        await asyncio.wait_for(read(), limits.body_timeout_s)
+    except asyncio.TimeoutError as error:
+        raise TransferTimeoutError(f"the body did not arrive within {limits.body_timeout_s:g} s") from error
+    return b"".join(parts)
+
+
+def create_app(router: RequestRouter, limits: HttpLimits, metrics: GatewayMetrics) -> Starlette:
+    """The gateway's HTTP application over ``router``."""
+
+    async def live(_request: Request) -> Response:
+        return _json({"live": True})
+
+    async def ready(_request: Request) -> Response:
+        try:
+            served = router.served()
+        except NoWorkerError as error:
+            return _json({"ready": False, "reason": str(error)}, 503, error_headers(error))
+        return _json({"ready": True, "model": served.name, "max_model_len": served.max_model_len})
+
+    async def models(_request: Request) -> Response:
+        try:
+            served: ServedModel = router.served()
+        except NoWorkerError as error:
+            return _error(error)
+        entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "kvferry"}
+        return _json({"object": "list", "data": [{**entry, "max_model_len": served.max_model_len}]})
+
+    async def exposition(_request: Request) -> Response:
+        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        what = f"{request.method} {request.url.path}"[:200]
+        message = {404: f"{what}: there is no such path", 405: f"{what}: another method is needed"}
+        body = {"message": message.get(status, what), "type": "invalid_request_error", "param": None}
+        return _json({"error": {**body, "code": None}}, status)
+
+    return Starlette(
+        routes=[
+            Route("/live", live),
+            Route("/ready", ready),
+            Route("/metrics", exposition),
+            Route("/v1/models", models),
+            Route("/v1/completions", _Completions(router, limits, metrics), methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: http_error},
+    )

@@ -1,0 +1,61 @@
+"""What the long-running processes of the engine share: signals, and the line that says they are ready."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+
+from kvferry.core.errors import ConfigError, ConnectError
+
+__all__ = ["StopSignal", "listening", "print_ready"]
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_EXIT_FORCED = 1
+
+
+class StopSignal:
+    """SIGTERM and SIGINT end the process in good order; a second one ends it at once.
+
+    Must be made in the main thread. Until :meth:`wait` is called there is nothing to put in order,
+    and the first signal exits with code 0.
+    """
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._serving = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            os._exit(_EXIT_FORCED)  # whatever hangs is what the second signal is for
+        self._asked.set()
+        if not self._serving:
+            raise SystemExit(0)
+        del number
+
+    def wait(self) -> None:
+        """Return when a signal has come."""
+        self._serving = True
+        while not self._asked.wait(_TICK_S):
+            pass
+        log.info("stopping; a second signal stops at once")
+
+
+def print_ready(role: str, **fields: object) -> None:
+    """One line on standard output for whoever started the process: ``ready role=… listen=…``.
+
+    Values have no spaces; a port that was asked as 0 is the real one.
+    """
+    words = [f"role={role}", *(f"{k}={str(v).replace(' ', '_')}" for k, v in fields.items())]
+    print("ready", *words, flush=True)
+
+
+def listening(error: ConnectError, url: str, option: str) -> ConfigError:
+    """A clear error for an address that cannot be listened on: which one, and which option moves it."""
+    return ConfigError(f"cannot listen on {url}: {error}; choose another address with {option}")

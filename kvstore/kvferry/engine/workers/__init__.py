@@ -1,0 +1,1 @@
+"""The worker processes of the reference engine: prefill and decode."""

@@ -1,0 +1,200 @@
+"""What both workers are made of: the model with its memory, a port, and answers about itself."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvferry.core.clock import deadline_in
+from kvferry.core.config import Config
+from kvferry.core.errors import ConfigError, ConnectError, RequestError
+from kvferry.core.memory import MemoryStore
+from kvferry.core.spec import KVSpec
+from kvferry.engine.config import ModelConfig
+from kvferry.engine.model import Model
+from kvferry.engine.paged_kv import PagedKV
+from kvferry.engine.process import listening
+from kvferry.engine.weights import load_model, revision
+from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
+from kvferry.wire.messages import Description, SamplingParams, StatusReport
+
+__all__ = ["SEND_TIMEOUT_S", "Engine", "channel_options", "check_lengths", "listen", "load_engine"]
+
+log = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 10.0
+"""For a small message to a peer that reads."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A loaded model with its paged KV and the store of what was computed or received."""
+
+    config: Config
+    model: Model
+    shape: ModelConfig
+    kv: PagedKV
+    store: MemoryStore
+    spec: KVSpec
+    max_model_len: int
+
+    def description(
+        self, role: str, *, kv_address: str = "", running: int = 0, queued: int = 0
+    ) -> Description:
+        """What this worker serves."""
+        return Description(
+            role=role,
+            model=self.spec.model,
+            revision=self.spec.revision,
+            spec=self.spec,
+            vocab_size=self.shape.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.shape.eos_token_ids,
+            kv_address=kv_address,
+            running=running,
+            queued=queued,
+            max_prompt_tokens=self.max_model_len - 1,
+        )
+
+    def status(self, role: str, *, running: int, waiting: int, streams: int, draining: bool) -> StatusReport:
+        """How this worker stands."""
+        stats = self.store.stats()
+        return StatusReport(
+            role=role,
+            free_blocks=self.kv.free_blocks,
+            total_blocks=self.kv.num_blocks,
+            running=running,
+            waiting=waiting,
+            streams=streams,
+            draining=draining,
+            store_entries=stats.entries,
+            store_used_nbytes=stats.used_nbytes,
+            store_capacity_nbytes=stats.capacity_nbytes,
+            store_pinned_nbytes=stats.pinned_nbytes,
+            store_quarantined_nbytes=stats.quarantined_nbytes,
+            store_leases=stats.leases,
+        )
+
+    def use_threads(self) -> None:
+        """Give the calling thread, the model's, the number of threads that is configured."""
+        if self.config.model.threads is not None:
+            torch.set_num_threads(self.config.model.threads)
+
+
+def load_engine(config: Config) -> Engine:
+    """Load the model of ``config.model`` and allocate its memory.
+
+    Raises:
+        ConfigError: Without a model, with one that cannot be run, or memory that does not fit it.
+    """
+    if not config.model.path:
+        raise ConfigError("no model given: use --model DIR (model.path)")
+    path = Path(config.model.path)
+    name = config.model.name or path.resolve().name
+    if config.model.threads is not None:
+        torch.set_num_threads(config.model.threads)
+    model = load_model(path, getattr(torch, config.model.dtype), "cpu")
+    found = revision(path) if config.model.revision is None else config.model.revision
+    if not found:
+        log.warning("model %s has no revision: entries are keyed by name only", name)
+    kv = _paged_kv(config, model)
+    store = MemoryStore(config.store.dram_capacity, lease_s=config.store.lease)
+    limit = _max_model_len(config, model.config, kv)
+    return Engine(config, model, model.config, kv, store, kv.spec(name, found), limit)
+
+
+def _paged_kv(config: Config, model: Model) -> PagedKV:
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    shape, block_tokens = model.config, config.model.block_tokens
+    one = PagedKV(shape, num_blocks=1, block_tokens=block_tokens, dtype=dtype).nbytes
+    num_blocks = config.kv.num_blocks or config.kv.memory // one
+    if num_blocks < 1:
+        raise ConfigError(f"kv.memory is {config.kv.memory} bytes, one block of this model needs {one}")
+    return PagedKV(shape, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype)
+
+
+def _max_model_len(config: Config, shape: ModelConfig, kv: PagedKV) -> int:
+    room = kv.num_blocks * kv.block_tokens
+    asked = config.model.max_model_len
+    if asked is None:
+        if room < shape.max_position_embeddings:
+            log.warning(
+                "paged KV has room for %d tokens, the model for %d: the limit is %d; kv.memory raises it",
+                room,
+                shape.max_position_embeddings,
+                room,
+            )
+        return min(room, shape.max_position_embeddings)
+    if asked > shape.max_position_embeddings:
+        raise ConfigError(
+            f"model.max_model_len is {asked}, the model has positions for {shape.max_position_embeddings}"
+        )
+    if asked > room:
+        raise ConfigError(
+            f"model.max_model_len is {asked}, paged KV has room for {room} tokens: raise kv.memory"
+        )
+    return asked
+
+
+def channel_options(config: Config, role: str) -> ChannelOptions:
+    """What this process says of itself on every connection."""
+    wire = config.wire
+    session = f"{role}-{socket.gethostname()}-{threading.get_native_id()}-{time.time_ns():x}"
+    return ChannelOptions(
+        role=role,
+        session=session,
+        checksum=wire.checksum,
+        hello_timeout_s=wire.hello_timeout,
+        max_meta_nbytes=wire.max_meta,
+        max_payload_nbytes=wire.max_payload,
+    )
+
+
+def listen(
+    url: str, option: str, config: Config, role: str, handler: Callable[[Channel], None], *, name: str
+) -> ChannelServer:
+    """A port of this worker.
+
+    Raises:
+        ConfigError: If it is taken or cannot be bound: names the address and the option that moves it.
+    """
+    try:
+        return ChannelServer(
+            url,
+            channel_options(config, role),
+            handler,
+            name=name,
+            max_connections=config.wire.max_connections,
+            idle_timeout_s=config.wire.idle_timeout,
+        )
+    except ConnectError as error:
+        raise listening(error, url, option) from error
+
+
+def check_lengths(prompt_tokens: int, sampling: SamplingParams, limit: int) -> None:
+    """Refuse a request that can never fit.
+
+    Raises:
+        RequestError: With the length and the limit.
+    """
+    if prompt_tokens < 1 or sampling.max_tokens < 1:
+        raise RequestError(
+            f"a request needs a prompt and a token to generate, got {prompt_tokens} and {sampling.max_tokens}"
+        )
+    if prompt_tokens + sampling.max_tokens > limit:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {sampling.max_tokens}, together "
+            f"{prompt_tokens + sampling.max_tokens}: over the limit of {limit} (max_model_len)"
+        )
+
+
+def answer(channel: Channel, incoming: Incoming, message: Description | StatusReport) -> None:
+    """Send a small answer."""
+    channel.reply(incoming, message, deadline=deadline_in(SEND_TIMEOUT_S))

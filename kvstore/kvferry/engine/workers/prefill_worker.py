@@ -1,0 +1,226 @@
+"""The prefill worker: computes the KV of prompts and streams it to a decode worker, layer by layer.
+
+The thread that serves a request does everything but the computing: it waits for room, opens the
+stream, and hands the job to the model thread; that one only computes and queues views of the paged KV.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.buffers import page_aligned
+from kvferry.core.clock import deadline_in, earliest
+from kvferry.core.errors import (
+    KVFerryError,
+    OverloadedError,
+    RequestError,
+)
+from kvferry.core.keys import BlockKey
+from kvferry.engine.pools import ChannelPools
+from kvferry.engine.prefill import PrefillResult, check_prompt, save_blocks
+from kvferry.engine.sampling import check_sampling
+from kvferry.engine.workers.admission import Admission
+from kvferry.engine.workers.common import (
+    SEND_TIMEOUT_S,
+    Engine,
+    answer,
+    channel_options,
+    check_lengths,
+    listen,
+)
+from kvferry.engine.workers.prefill_thread import PrefillJob, PrefillThread
+from kvferry.engine.workers.requests import POLL_S, CancelWatch, serve_requests
+from kvferry.streaming import LayerSender
+from kvferry.wire import Channel, Incoming
+from kvferry.wire.messages import Describe, Handoff, Prefill, PrefillDone, Status, StreamDone
+
+__all__ = ["PrefillWorker"]
+
+log = logging.getLogger(__name__)
+
+_ROLE = "prefill"
+_AHEAD = 4
+"""Requests let in at once: one computes, one has its stream open already, others finish sending."""
+
+_SAVE_TIMEOUT_S = 1.0
+_JOIN_TIMEOUT_S = 10.0
+
+
+class PrefillWorker:
+    """Owns the port, the model thread and the requests under way; :meth:`close` ends them all."""
+
+    def __init__(self, engine: Engine) -> None:
+        config = engine.config
+        self._engine = engine
+        self._draining = False
+        self._admission = Admission(
+            blocks=engine.kv.num_blocks,
+            places=_AHEAD,
+            max_waiting=config.prefill.max_queue,
+            what="prefill worker",
+        )
+        self._pools = ChannelPools(channel_options(config, _ROLE), max_addresses=16)
+        self._finishing = ThreadPoolExecutor(_AHEAD, thread_name_prefix="kvferry-prefill-finish")
+        self._thread = PrefillThread(engine)
+        try:
+            self._server = listen(
+                config.prefill.listen, "--listen (prefill.listen)", config, _ROLE, self._serve, name="prefill"
+            )
+        except KVFerryError:
+            self._thread.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where requests are taken."""
+        return self._server.address
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, let those running end for ``drain_s``, then cancel the rest."""
+        self._draining = True
+        self._admission.close()
+        self._admission.wait_idle(deadline_in(drain_s))
+        self._thread.close()
+        self._server.close()
+        self._finishing.shutdown(wait=True, cancel_futures=True)
+        self._pools.close()
+        self._engine.store.close()
+
+    # ---- port ------------------------------------------------------------------------------------
+
+    def _serve(self, channel: Channel) -> None:
+        handlers = {Describe: self._describe, Status: self._status, Prefill: self._prefill}
+        serve_requests(channel, handlers, lambda: self._draining, self._engine.config.wire.idle_timeout)
+
+    def _describe(self, channel: Channel, incoming: Incoming) -> None:
+        running, waiting = self._admission.running, self._admission.waiting
+        answer(channel, incoming, self._engine.description(_ROLE, running=running, queued=waiting))
+
+    def _status(self, channel: Channel, incoming: Incoming) -> None:
+        report = self._engine.status(
+            _ROLE,
+            running=self._admission.running,
+            waiting=self._admission.waiting,
+            streams=0,
+            draining=self._draining,
+        )
+        answer(channel, incoming, report)
+
+    # ---- one request -----------------------------------------------------------------------------
+
+    def _prefill(self, channel: Channel, incoming: Incoming) -> None:
+        message = incoming.message
+        assert isinstance(message, Prefill)
+        deadline = deadline_in(message.timeout_s)
+        tokens = self._read_tokens(incoming, deadline)
+        if self._draining:
+            raise OverloadedError("this prefill worker is shutting down")
+        check_lengths(len(tokens), message.sampling, self._engine.max_model_len)
+        check_sampling(message.sampling)
+        check_prompt(self._engine.model, tokens)
+        watch = CancelWatch(channel)
+        queue_deadline = earliest(deadline, deadline_in(message.queue_timeout_s))
+        room = self._engine.kv.blocks_for(len(tokens))
+        place = self._admission.enter(room, queue_deadline, watch.poll)
+        try:
+            done = self._compute_and_send(message, tokens, watch, deadline)
+        finally:
+            place.leave()
+        channel.reply(incoming, done, deadline=deadline_in(SEND_TIMEOUT_S))
+
+    def _read_tokens(self, incoming: Incoming, deadline: float) -> npt.NDArray[np.uint32]:
+        nbytes, limit = incoming.payload_nbytes, self._engine.max_model_len
+        if nbytes % 4 or nbytes > 4 * limit:
+            incoming.discard(deadline)
+            raise RequestError(
+                f"a prompt of {nbytes} bytes: a token has 4, and the limit is {limit} tokens (max_model_len)"
+            )
+        if nbytes == 0:
+            raise RequestError("the prompt is empty; it needs at least 1 token")
+        view = page_aligned(nbytes)
+        incoming.read_into([view], deadline)
+        return np.frombuffer(view, dtype="<u4")
+
+    def _compute_and_send(
+        self, message: Prefill, tokens: npt.NDArray[np.uint32], watch: CancelWatch, deadline: float
+    ) -> PrefillDone:
+        engine = self._engine
+        namespace = engine.store.namespace(engine.spec, message.scope)
+        keys = namespace.keys(tokens)
+        tail_tokens = len(tokens) - len(keys) * engine.kv.block_tokens
+        with self._pools.channel(message.kv_address, deadline) as kv_channel:
+            sender = LayerSender(kv_channel, engine.spec, message.scope, name=message.stream)
+            with sender:
+                sender.begin(message.stream, keys, tail_tokens, deadline=deadline)
+                job = PrefillJob(message, tokens, sender, deadline)
+                result = self._compute(job, watch)
+                try:
+                    done = self._finish(job, result, watch)
+                    self._save(message, keys, result)
+                finally:
+                    sender.abort(
+                        "the request has ended"
+                    )  # nothing after finish; else nothing may be read any more
+                    result.sequence.release()
+        log.info(
+            "request %s: %d tokens, %d cached, %d bytes of KV sent",
+            message.request,
+            len(tokens),
+            result.cached_tokens,
+            done.kv_nbytes,
+        )
+        return PrefillDone(
+            prompt_tokens=len(tokens),
+            cached_tokens=result.cached_tokens,
+            computed_tokens=result.computed_tokens,
+            first_token=result.first_token,
+            started_at=result.started_at,
+            kv_written_at=result.kv_written_at,
+            wire_s=done.wire_s,
+            kv_nbytes=done.kv_nbytes,
+        )
+
+    def _compute(self, job: PrefillJob, watch: CancelWatch) -> PrefillResult:
+        """Wait for the model thread; never leaves before it is done with the job."""
+        self._thread.submit(job)
+        unwanted: KVFerryError | None = None
+        while not job.done.wait(POLL_S):
+            if unwanted is None:
+                try:
+                    watch.poll()
+                except KVFerryError as error:
+                    unwanted = error
+                    job.stop.set()
+        if unwanted is None and job.result is not None:
+            return job.result
+        sending = job.sender.error  # why the model was told to stop, if it was not for us
+        job.sender.abort("the request has ended")  # from here on no view of the paged KV is in use
+        if job.result is not None:
+            job.result.sequence.release()
+        raise unwanted or sending or job.error or KVFerryError("prefill ended without a result")
+
+    def _finish(self, job: PrefillJob, result: PrefillResult, watch: CancelWatch) -> StreamDone:
+        """Hand over, while watching whether anybody still wants it."""
+        handoff = Handoff(
+            prompt_tokens=len(job.tokens),
+            cached_tokens=result.cached_tokens,
+            first_token=result.first_token,
+            sampling=job.message.sampling,
+            rng=result.sampler.state(),
+            started_at=result.started_at,
+            kv_written_at=result.kv_written_at,
+        )
+        limit = earliest(job.deadline, deadline_in(self._engine.config.stream.timeout))
+        finishing = self._finishing.submit(job.sender.finish, handoff, limit)
+        while not wait([finishing], POLL_S).done:
+            watch.poll()  # what it raises makes the caller abort the stream, which ends finish() too
+        return finishing.result()
+
+    def _save(self, message: Prefill, keys: list[BlockKey], result: PrefillResult) -> None:
+        """Keep the prompt's blocks; done when token 0 is on its way, before the gateway hears the end."""
+        namespace = self._engine.store.namespace(self._engine.spec, message.scope)
+        save_blocks(namespace, result.sequence, keys, deadline=deadline_in(_SAVE_TIMEOUT_S))

@@ -1,0 +1,161 @@
+"""KV streams that the decode worker expects: announced by the gateway, opened by a prefill worker."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from kvferry.core.blockstore import BlockStore
+from kvferry.core.clock import deadline_in, earliest, time_left
+from kvferry.core.errors import KVFerryError, LeaseExpiredError, RequestCancelledError, RequestError
+from kvferry.core.keys import KEY_NBYTES
+from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.streaming import LayerReceiver
+from kvferry.wire import Channel, Incoming
+from kvferry.wire.messages import BeginStream
+
+__all__ = ["ExpectedStream", "StreamTable"]
+
+log = logging.getLogger(__name__)
+
+
+class ExpectedStream:
+    """One stream that was announced; its receiver is there once the prefill worker has opened it.
+
+    The thread that wants the KV waits here, the thread that serves the KV connection reports here.
+    """
+
+    def __init__(self, stream: str, prompt_tokens: int, scope: KeyScope, deadline: float) -> None:
+        self.stream = stream
+        self.prompt_tokens = prompt_tokens
+        self.scope = scope
+        self.deadline = deadline
+        self._changed = threading.Condition()
+        self._receiver: LayerReceiver | None = None
+        self._taken = False
+        self._ended = False
+        self._error: KVFerryError | None = None
+
+    def take(self) -> None:
+        """Claim the stream for one connection.
+
+        Raises:
+            RequestError: If another one has it.
+        """
+        with self._changed:
+            if self._taken:
+                raise RequestError(f"stream {self.stream!r} was opened before")
+            self._taken = True
+
+    def attach(self, receiver: LayerReceiver) -> None:
+        """The stream has begun.
+
+        Raises:
+            RequestCancelledError: If nobody waits for it any more.
+        """
+        with self._changed:
+            if self._ended:
+                raise RequestCancelledError(f"stream {self.stream!r} is not wanted any more")
+            self._receiver = receiver
+            self._changed.notify_all()
+
+    def fail(self, error: KVFerryError) -> None:
+        """The stream ended early; the first reason counts."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def receiver(self, until: float) -> LayerReceiver | None:
+        """The receiver, or ``None`` if the stream has not begun by ``until``.
+
+        Raises:
+            KVFerryError: If it was refused.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._receiver or self._error, time_left(until))
+            if self._receiver is None and self._error is not None:
+                raise self._error
+            return self._receiver
+
+    def end(self) -> None:
+        """Nobody waits any more: give up leases and slots, and cut the transfer if it still runs.
+
+        Raises:
+            LeaseExpiredError: If a lease ran out while the KV was read.
+        """
+        with self._changed:
+            self._ended = True
+            receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+
+class StreamTable:
+    """All streams expected at one decode worker, by name. Thread safe."""
+
+    def __init__(self, store: BlockStore, spec: KVSpec, *, ring: int) -> None:
+        self._store = store
+        self._spec = spec
+        self._ring = ring
+        self._lock = threading.Lock()
+        self._expected: dict[str, ExpectedStream] = {}
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._expected)
+
+    def expect(self, stream: str, prompt_tokens: int, scope: KeyScope, deadline: float) -> ExpectedStream:
+        """Announce a stream.
+
+        Raises:
+            RequestError: If one of that name is expected already.
+        """
+        expected = ExpectedStream(stream, prompt_tokens, scope, deadline)
+        with self._lock:
+            if stream in self._expected:
+                raise RequestError(f"stream {stream!r} is expected already; a stream needs a name of its own")
+            self._expected[stream] = expected
+        return expected
+
+    def forget(self, expected: ExpectedStream) -> None:
+        """End a stream in any state; whoever still opens it is refused."""
+        with self._lock:
+            self._expected.pop(expected.stream, None)
+        try:
+            expected.end()
+        except LeaseExpiredError as error:
+            log.warning("%s", error)
+
+    def serve(self, channel: Channel, incoming: Incoming) -> None:
+        """Receive a stream; runs in the thread that serves the KV connection.
+
+        Raises:
+            RequestError: If nobody expects the stream, or it has another length than was announced.
+            KVFerryError: What ended it early.
+        """
+        begin = incoming.message
+        assert isinstance(begin, BeginStream)
+        with self._lock:
+            expected = self._expected.get(begin.stream)
+        if expected is None:
+            raise RequestError(f"stream {begin.stream[:80]!r} is not expected here (any more)")
+        expected.take()
+        try:
+            self._check(begin, expected)
+            namespace = self._store.namespace(self._spec, expected.scope)
+            receiver = LayerReceiver(channel, namespace, begin, ring=self._ring)
+            expected.attach(receiver)
+            receiver.start()
+            receiver.run(earliest(expected.deadline, deadline_in(begin.timeout_s)))
+        except KVFerryError as error:
+            expected.fail(error)
+            raise
+
+    def _check(self, begin: BeginStream, expected: ExpectedStream) -> None:
+        if begin.spec.block_tokens != self._spec.block_tokens:
+            return  # the receiver refuses the spec and shows both
+        tokens = len(begin.keys) // KEY_NBYTES * self._spec.block_tokens + begin.tail_tokens
+        if tokens != expected.prompt_tokens:
+            raise RequestError(
+                f"stream {begin.stream!r} brings KV of {tokens} tokens, not {expected.prompt_tokens}"
+            )
