@@ -23,7 +23,7 @@ class Link:
     ) -> None:
         self.pacer.begin(self.now)
         while nbytes:
-            piece = min(nbytes, self.pacer.piece_nbytes)
+            piece = min(nbytes, self.pacer.limit(self.now))
             due = self.pacer.reserve(piece, self.now)
             if due > self.now:
                 self.now = due + oversleep_s
@@ -102,6 +102,8 @@ def test_first_bytes_take_their_time() -> None:
 
 
 def test_pieces() -> None:
-    assert Pacer(1000, 0.0).piece_nbytes == 1024
-    assert Pacer(100 * MB, 0.0).piece_nbytes == 400_000
-    assert Pacer(100_000 * MB, 0.0).piece_nbytes == 4 << 20
+    assert Pacer(1000, 0.0).limit(0.0) == 1024
+    assert Pacer(10 * MB, 0.0).limit(0.0) == 40_000
+    assert Pacer(100_000 * MB, 0.0).limit(0.0) == 1 << 19
+    assert Pacer(10 * MB, 0.0).limit(0.004) == 80_000, "what is due goes in one piece"
+    assert Pacer(10 * MB, 0.0).limit(100.0) == 100_000, "but an idle link has no more than its credit"

@@ -16,7 +16,7 @@ __all__ = ["Pacer"]
 _PIECE_S: Final = 0.004
 _CREDIT_S: Final = 0.006  # with one piece: the largest burst, 10 ms of the rate
 _MIN_PIECE_NBYTES: Final = 1024
-_MAX_PIECE_NBYTES: Final = 4 << 20
+_MAX_PIECE_NBYTES: Final = 1 << 19  # fits into the send buffer: the pacer is what waits
 _SLACK_S: Final = 0.0002  # a shorter sleep costs more than it orders
 _MAX_LATE_S: Final = 0.5
 
@@ -29,19 +29,24 @@ class Pacer:
         now: The time of ``time.monotonic()``.
     """
 
-    __slots__ = ("_free_at", "_last", "_late", "_rate", "piece_nbytes")
+    __slots__ = ("_free_at", "_last", "_late", "_piece_nbytes", "_rate")
 
     def __init__(self, rate: float, now: float) -> None:
         self._rate = rate
         self._free_at = now
         self._last = now
         self._late = 0.0
-        self.piece_nbytes: Final = int(min(max(rate * _PIECE_S, _MIN_PIECE_NBYTES), _MAX_PIECE_NBYTES))
+        self._piece_nbytes = int(min(max(rate * _PIECE_S, _MIN_PIECE_NBYTES), _MAX_PIECE_NBYTES))
 
     def begin(self, now: float) -> None:
         """A call that sends starts."""
         if now - self._last > _CREDIT_S:
             self._late = 0.0
+
+    def limit(self, now: float) -> int:
+        """The size of the next piece, larger if more than one is due."""
+        behind = min(now - self._free_at, _CREDIT_S + self._late)
+        return self._piece_nbytes + max(0, min(int(behind * self._rate), _MAX_PIECE_NBYTES))
 
     def reserve(self, nbytes: int, now: float) -> float:
         """Take the next ``nbytes`` of the link.

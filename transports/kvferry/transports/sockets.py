@@ -29,6 +29,7 @@ __all__ = ["GuardedSocket", "SocketConnection", "poll_timeout_ms"]
 
 _MAX_PARTS: Final = 1024  # IOV_MAX
 _MAX_WAIT_S: Final = 3600.0
+_EXACT_S: Final = 0.02
 _FLUSH_S: Final = 0.25
 _DRAIN_NBYTES: Final = 1 << 16
 _SIOCOUTQNSD: Final = 0x894B  # bytes of the send queue that were not sent yet
@@ -126,6 +127,7 @@ class SocketConnection(Connection):
         self._peer_address = peer_address
         self._name = f"the connection {local_address} to {peer_address}"
         self._pacer = Pacer(rate, time.monotonic()) if rate is not None else None
+        self._limits = {socket.SO_SNDTIMEO: math.inf, socket.SO_RCVTIMEO: math.inf}
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -171,7 +173,7 @@ class SocketConnection(Connection):
     def _send_some(self, batch: list[memoryview], more: int, deadline: float, *, waits: bool) -> int:
         flags = socket.MSG_NOSIGNAL | more
         if waits:
-            self._set_timeout(socket.SO_SNDTIMEO, deadline, "sending")
+            self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
         else:
             flags |= socket.MSG_DONTWAIT
             if time.monotonic() >= deadline:
@@ -188,7 +190,7 @@ class SocketConnection(Connection):
         pacer.begin(now)
         first = 0
         while first < len(views):
-            piece, nbytes = _take(views, first, pacer.piece_nbytes)
+            piece, nbytes = _take(views, first, pacer.limit(now))
             due = pacer.reserve(nbytes, now)
             if due > now:
                 self._sleep_until(min(due, deadline))
@@ -231,7 +233,7 @@ class SocketConnection(Connection):
         """Bytes received; 0 at the end of the stream, -1 if none are there yet."""
         flags = socket.MSG_DONTWAIT
         if waits:
-            self._set_timeout(socket.SO_RCVTIMEO, deadline, doing)
+            self._limit_wait(socket.SO_RCVTIMEO, deadline, doing)
             flags = socket.MSG_WAITALL
         elif time.monotonic() >= deadline:
             raise self._timed_out(doing)
@@ -329,16 +331,25 @@ class SocketConnection(Connection):
 
     # -- errors ----------------------------------------------------------------------------------------
 
-    def _set_timeout(self, option: int, deadline: float, doing: str) -> None:
+    def _limit_wait(self, option: int, deadline: float, doing: str) -> None:
+        """Let the kernel give up before ``deadline``, with a system call only if the last limit is unfit.
+
+        The limit is a little shorter than asked for, so that it also fits the next call, whose deadline
+        is as far away but for some microseconds. A wait that it ends too early just goes on.
+        """
         left = deadline - time.monotonic()
         if left <= 0:
             raise self._timed_out(doing)
         if self._guard.closed:
-            raise ConnectionClosedError(f"{self._name} was closed while {doing}")
-        fraction, whole = math.modf(min(left, _MAX_WAIT_S))
+            raise ConnectionClosedError(f"{self._name} was closed here while {doing}")
+        if min(1.0, left / 2) <= self._limits[option] <= left:
+            return
+        limit = left if left < _EXACT_S else min(left, _MAX_WAIT_S) * 0.9
+        fraction, whole = math.modf(limit)
         # zero would mean without a limit
         value = struct.pack("@ll", int(whole), max(1, int(fraction * 1e6)))
         self._guard.sock.setsockopt(socket.SOL_SOCKET, option, value)
+        self._limits[option] = limit
 
     def _timed_out(self, doing: str) -> TransferTimeoutError:
         return TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import select
 import socket
-import threading
 import time
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -84,15 +83,12 @@ class TcpTransport(Transport):
 
 
 class TcpListener(Listener):
-    """A listening socket. One thread accepts at a time; any thread may close."""
+    """A listening socket. Any thread may accept or close."""
 
     def __init__(self, sock: socket.socket, asked: Address, rate: float | None) -> None:
         sock.setblocking(False)
         self._guard = GuardedSocket(sock)
         self._rate = rate
-        self._accepting = threading.Lock()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
         bound = sock.getsockname()
         host = _host_text(bound)
         if host in _WILDCARDS:
@@ -111,14 +107,15 @@ class TcpListener(Listener):
         """The next connection; see :meth:`Listener.accept`."""
         self._guard.enter(f"the listener on {self._address}")
         try:
-            with self._accepting:
-                return self._accept(deadline)
+            return self._accept(deadline)
         finally:
             self._guard.leave()
 
     def _accept(self, deadline: float) -> Connection:
+        poll = select.poll()
+        poll.register(self._guard.sock, select.POLLIN)
         while True:
-            ready = self._poll.poll(poll_timeout_ms(deadline))
+            ready = poll.poll(poll_timeout_ms(deadline))
             if self._guard.closed:
                 raise ConnectionClosedError(f"the listener on {self._address} was closed while accepting")
             if not ready:
