@@ -129,7 +129,7 @@ class PrefillConfig(Section):
     chunk_tokens: int = Field(default=512, ge=1, le=_MIB, description="Tokens computed at once.")
     max_queue: int = Field(default=64, ge=1, le=65536, description="Requests waiting before one is refused.")
     drain: Seconds = Field(
-        default=3.0, ge=0, le=3600, description="For requests under way to end when it is stopped."
+        default=3.0, ge=0.1, le=3600, description="For requests under way to end when it is stopped."
     )
 
 
@@ -145,7 +145,7 @@ class DecodeConfig(Section):
     max_running: int = Field(default=16, ge=1, le=4096, description="Requests decoded side by side.")
     max_queue: int = Field(default=64, ge=1, le=65536, description="Requests waiting before one is refused.")
     drain: Seconds = Field(
-        default=3.0, ge=0, le=3600, description="For requests under way to end when it is stopped."
+        default=3.0, ge=0.1, le=3600, description="For requests under way to end when it is stopped."
     )
 
 
@@ -178,7 +178,7 @@ class GatewayConfig(Section):
         default=8 * _MIB, ge=1 * _KIB, le=1 * _GIB, description="The largest request body."
     )
     drain: Seconds = Field(
-        default=3.0, ge=0, le=3600, description="For requests under way to end when it is stopped."
+        default=3.0, ge=0.1, le=3600, description="For requests under way to end when it is stopped."
     )
 
 
