@@ -57,7 +57,7 @@ class WireConfig(Section):
         default=4 * _MIB, ge=4 * _KIB, le=256 * _MIB, description="The largest message, without payload."
     )
     max_payload: Nbytes = Field(
-        default=1 * _GIB, ge=4 * _KIB, le=64 * _GIB, description="The largest payload of a message."
+        default=4 * _GIB, ge=4 * _KIB, le=64 * _GIB, description="The largest payload of a message."
     )
     max_connections: int = Field(
         default=256, ge=1, le=65536, description="Connections served at once by one listener."

@@ -70,12 +70,13 @@ def _plan(field: FieldInfo, kind: object) -> Plan:
         )
     if unit is Kind.TIME:
         ms = round(bound["ge"] * 2000)
+        low = [f"{bound['ge'] / 2}s"] if bound["ge"] else []
         return Plan(
             [
                 Example(f"{ms}ms", f'"{ms} ms"', ms / 1000),
                 Example(f"{bound['le']:g}", f"{bound['le']:g}", float(bound["le"])),
             ],
-            [f"{bound['ge'] / 2}s", f"{bound['le'] * 2:g}s", "soon", "nan", "-1s"],
+            [*low, f"{bound['le'] * 2:g}s", "soon", "nan", "-1s"],
         )
     if kind is int:
         low, high = bound["ge"], bound["le"]
