@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from kvferry.core.clock import is_past
+from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.errors import (
     ConfigError,
     RequestCancelledError,
@@ -32,6 +32,8 @@ __all__ = ["Emit", "PrefillResult", "check_prompt", "prefill", "save_blocks"]
 
 Emit: TypeAlias = Callable[[Sequence, int, int, int], None]
 """``emit(sequence, layer, first_token, stop_token)``: that layer's KV of these tokens is in place."""
+
+_SAVE_WAIT_S = 0.1  # for room in the store: token 0 waits for it
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +144,8 @@ def prefill(
         first_token = sampler.draw(logits)
         saved, problem = 0, None
         if namespace is not None and save:
-            saved, problem = save_blocks(namespace, sequence, keys, deadline=deadline)
+            wait_until = min(deadline, deadline_in(_SAVE_WAIT_S))
+            saved, problem = save_blocks(namespace, sequence, keys, deadline=wait_until)
         return PrefillResult(
             sequence=sequence,
             first_token=first_token,

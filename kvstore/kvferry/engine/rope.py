@@ -33,7 +33,8 @@ def _llama3(freqs: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     ``keep`` is 1 where a turn takes fewer tokens than ``context / high_freq_factor``, 0 where it takes
     more than ``context / low_freq_factor``.
     """
-    turns = config.original_max_position_embeddings * freqs / (2 * math.pi)
+    # In this order of operations, so that frequencies round as in the published code.
+    turns = config.original_max_position_embeddings / (2 * math.pi / freqs)
     keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     keep = keep.clamp(0, 1)
     return (1 - keep) * freqs / config.factor + keep * freqs
