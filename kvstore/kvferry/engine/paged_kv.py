@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvferry.core.arena import available_memory
 from kvferry.core.buffers import Buf, ByteArray, as_bytes_view, copy_into, page_aligned
 from kvferry.core.errors import CapacityError, ConfigError
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
@@ -37,8 +38,7 @@ class PagedKV:
         dtype: Element type of K and V.
 
     Raises:
-        ConfigError: For sizes below 1 or a type that has no :class:`DType`.
-        CapacityError: If the memory cannot be had.
+        ConfigError: For sizes below 1, or above the memory that is available now.
     """
 
     def __init__(
@@ -58,13 +58,7 @@ class PagedKV:
         self._row_nbytes = config.num_kv_heads * config.head_dim * self._dtype_name.itemsize
         page = block_tokens * self._row_nbytes
         nbytes = config.num_layers * 2 * num_blocks * page
-        try:
-            self._memory = page_aligned(nbytes)
-        except (OSError, ValueError) as error:
-            raise CapacityError(
-                f"no memory for {num_blocks} KV blocks of {nbytes // num_blocks} bytes ({nbytes} in all): "
-                f"{error}; configure fewer blocks"
-            ) from error
+        self._memory = _memory(num_blocks, nbytes)
         self._bytes: ByteArray = np.frombuffer(self._memory, np.uint8).reshape(
             self.num_layers, 2, num_blocks, page
         )
@@ -310,3 +304,14 @@ class Sequence:
             return None
         first = self.blocks[0]
         return first if self.blocks == list(range(first, first + len(self.blocks))) else None
+
+
+def _memory(num_blocks: int, nbytes: int) -> memoryview:
+    available = available_memory()
+    figures = f"{num_blocks} KV blocks of {nbytes // num_blocks} bytes take {nbytes} bytes"
+    if nbytes > available:
+        raise ConfigError(f"{figures}, {available} bytes of memory are available; configure fewer blocks")
+    try:
+        return page_aligned(nbytes)
+    except OSError as error:
+        raise ConfigError(f"{figures}, which the system refuses: {error}; configure fewer blocks") from error

@@ -75,7 +75,9 @@ class Sampler:
             raise KVFerryError(f"logits of the model are not finite ({scores[best]}); try dtype float32")
         if self._rng is None:
             return best
-        return self._draw_at_random((scores - scores[best]) / self.params.temperature)
+        with np.errstate(over="ignore"):  # a score far below the best, at a low temperature: never drawn
+            scaled = (scores - scores[best]) / self.params.temperature
+        return self._draw_at_random(scaled)
 
     def _draw_at_random(self, scores: _Float64) -> int:
         """By inversion of the distribution function, in float64, over candidates in a fixed order."""
