@@ -21,6 +21,7 @@ from kvferry.core.errors import (
     KVFerryError,
     ProtocolError,
     TransferTimeoutError,
+    TransportError,
     error_from_code,
 )
 from kvferry.transports.base import Connection
@@ -161,19 +162,8 @@ class Channel:
                 self.abort()
 
     def _say_hello(self, limit: float) -> None:
-        options = self._options
         sent_at = time.monotonic()
-        hello = Hello(
-            min_version=options.versions.lowest,
-            max_version=options.versions.highest,
-            session=options.session,
-            role=options.role,
-            capabilities=options.capabilities,
-            credential=options.credential,
-            checksum=options.checksum,
-            sent_at=sent_at,
-        )
-        self._send_frame(hello, [], limit, 0)
+        self._send_frame(self._options.hello(sent_at), [], limit, 0)
         message = self._read_message(limit).message
         now = time.monotonic()
         if isinstance(message, Failure):
@@ -193,7 +183,6 @@ class Channel:
         )
 
     def _await_hello(self, limit: float) -> None:
-        options = self._options
         hello = self._read_message(limit).message
         received_at = time.monotonic()
         assert isinstance(hello, Hello)
@@ -208,16 +197,7 @@ class Channel:
             clock_error=math.inf,
             credential=hello.credential,
         )
-        welcome = Welcome(
-            version=self._protocol.version,
-            session=options.session,
-            epoch=options.epoch,
-            role=options.role,
-            capabilities=options.capabilities,
-            checksum=self._protocol.checksum,
-            received_at=received_at,
-            sent_at=time.monotonic(),
-        )
+        welcome = self._options.welcome(self._protocol, received_at, time.monotonic())
         self._send_frame(welcome, [], limit, 0)
 
     # ---- properties --------------------------------------------------------------------------
@@ -341,7 +321,7 @@ class Channel:
             self._check_no_pending()
             self._waiting = True
             try:
-                if not self._connection.wait_readable(deadline):
+                if not self._wait_readable(deadline):
                     return None
                 return self._read_message(max(deadline, deadline_in(self._options.frame_timeout_s)))
             finally:
@@ -389,7 +369,17 @@ class Channel:
 
     def readable(self) -> bool:
         """Whether bytes, or the end of the stream, are there now."""
-        return self._connection.wait_readable(time.monotonic())
+        try:
+            return self._wait_readable(time.monotonic())
+        except TransportError:
+            return True
+
+    def _wait_readable(self, deadline: float) -> bool:
+        try:
+            return self._connection.wait_readable(deadline)
+        except BaseException:
+            self.abort()
+            raise
 
     def _read_message(self, deadline: float) -> Incoming:
         protocol = self._protocol

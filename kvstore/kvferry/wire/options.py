@@ -6,6 +6,7 @@ import functools
 import secrets
 from dataclasses import dataclass, field
 
+from kvferry.wire.messages import Hello, Welcome
 from kvferry.wire.protocol import SUPPORTED, Limits, Side, Versions, WireProtocol
 
 __all__ = ["ChannelOptions", "Peer", "process_epoch"]
@@ -52,6 +53,32 @@ class ChannelOptions:
         """The protocol for one connection with these options."""
         limits = Limits(max_meta_nbytes=self.max_meta_nbytes, max_payload_nbytes=self.max_payload_nbytes)
         return WireProtocol(side, limits, versions=self.versions, checksum=self.checksum, peer=peer)
+
+    def hello(self, sent_at: float) -> Hello:
+        """The first message of a client with these options."""
+        return Hello(
+            min_version=self.versions.lowest,
+            max_version=self.versions.highest,
+            session=self.session,
+            role=self.role,
+            capabilities=self.capabilities,
+            credential=self.credential,
+            checksum=self.checksum,
+            sent_at=sent_at,
+        )
+
+    def welcome(self, protocol: WireProtocol, received_at: float, sent_at: float) -> Welcome:
+        """The answer of a server with these options to the hello that ``protocol`` received."""
+        return Welcome(
+            version=protocol.version,
+            session=self.session,
+            epoch=self.epoch,
+            role=self.role,
+            capabilities=self.capabilities,
+            checksum=protocol.checksum,
+            received_at=received_at,
+            sent_at=sent_at,
+        )
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class ChannelServer:
     def close(self) -> None:
         """Stop listening, abort all connections and join the threads (5 s at most); idempotent.
 
-        Must not be called from a handler.
+        A handler may call it: its own thread is not waited for.
         """
         self._closing.set()
         self._listener.close()
@@ -116,7 +116,7 @@ class ChannelServer:
         for one in served:
             one.connection.abort()
         for one in served:
-            if one.thread is not None:
+            if one.thread is not None and one.thread is not threading.current_thread():
                 one.thread.join(time_left(limit))
                 if one.thread.is_alive():
                     log.warning("%s did not end within %g s of close()", one.thread.name, _JOIN_TIMEOUT_S)

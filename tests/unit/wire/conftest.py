@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import socket
+import struct
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import pytest
+import xxhash
 
 from kvferry import transports
 from kvferry.core.clock import deadline_in
@@ -18,10 +22,22 @@ from kvferry.transports import Connection
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Message
+from kvferry.wire.protocol import (
+    MAGIC,
+    SUPPORTED,
+    Limits,
+    MessageReceived,
+    Side,
+    State,
+    Versions,
+    WireProtocol,
+)
 
 T = TypeVar("T")
 
 _numbers = itertools.count()
+_NO_LIMITS = Limits()
+_HELLO = m.Hello(min_version=1, max_version=1, session="s")
 
 
 class Example(NamedTuple):
@@ -164,6 +180,161 @@ def spec() -> KVSpec:
 def examples() -> list[Example]:
     """One frame of each message type."""
     return _examples()
+
+
+def shaken(
+    *, limits: Limits = _NO_LIMITS, checksum: bool = True, versions: Versions = SUPPORTED
+) -> tuple[WireProtocol, WireProtocol]:
+    """Client and server after their handshake."""
+    client = WireProtocol(Side.CLIENT, limits, checksum=checksum, versions=versions)
+    server = WireProtocol(Side.SERVER, limits, checksum=checksum, versions=versions)
+    hello = m.Hello(min_version=versions.lowest, max_version=versions.highest, session="s", checksum=checksum)
+    feed(server, b"".join(client.encode(hello)))
+    welcome = m.Welcome(version=server.version, session="s", epoch="e", checksum=server.checksum)
+    feed(client, b"".join(server.encode(welcome)))
+    assert client.state is server.state is State.OPEN
+    return client, server
+
+
+def feed(protocol: WireProtocol, stream: bytes, cuts: Iterable[int] = ()) -> list[Any]:
+    """Give ``stream`` to ``protocol`` in pieces that end at ``cuts``; its events, payloads in between."""
+    events: list[Any] = []
+    borders = sorted({c for c in cuts if 0 < c < len(stream)} | {len(stream)})
+    payload_left, payload, at = 0, b"", 0
+    for border in borders:
+        while at < border:
+            if payload_left:
+                taken = stream[at : min(border, at + payload_left)]
+                payload, payload_left, at = payload + taken, payload_left - len(taken), at + len(taken)
+                if not payload_left:
+                    events.append(payload)
+                    payload = b""
+                    protocol.payload_taken()
+                continue
+            assert protocol.wanted > 0
+            piece = stream[at : min(border, at + protocol.wanted)]
+            at += len(piece)
+            event = protocol.receive(piece)
+            if event is not None:
+                events.append(event)
+            if isinstance(event, MessageReceived):
+                payload_left = event.payload_nbytes
+    return events
+
+
+def frame(protocol: WireProtocol, message: Message, payload: bytes = b"", request_id: int = 0) -> bytes:
+    parts = [*protocol.encode(message, len(payload), request_id), payload]
+    if payload and protocol.checksum:
+        parts.append(protocol.trailer(xxhash.xxh3_64_intdigest(payload)))
+    return b"".join(parts)
+
+
+def raw_frame(
+    number: int,
+    meta: bytes,
+    *,
+    magic: bytes = MAGIC,
+    version: int = 1,
+    flags: int = 0,
+    request_id: int = 0,
+    meta_nbytes: int | None = None,
+    payload_nbytes: int = 0,
+) -> bytes:
+    """A frame written from the table in docs/wire.md, not by the code under test."""
+    length = len(meta) if meta_nbytes is None else meta_nbytes
+    return struct.pack("<4sHHIQIQ", magic, version, number, flags, request_id, length, payload_nbytes) + meta
+
+
+def sender_for(cls: type[Message], protocols: tuple[WireProtocol, WireProtocol]) -> WireProtocol:
+    """A protocol that may send ``cls`` now (handshake messages need a fresh one)."""
+    if cls is m.Hello:
+        return WireProtocol(Side.CLIENT)
+    if cls is m.Welcome:
+        server = WireProtocol(Side.SERVER)
+        feed(server, b"".join(WireProtocol(Side.CLIENT).encode(_HELLO)))
+        return server
+    return protocols[0]
+
+
+def receiver_for(cls: type[Message], protocols: tuple[WireProtocol, WireProtocol]) -> WireProtocol:
+    if cls is m.Hello:
+        return WireProtocol(Side.SERVER)
+    if cls is m.Welcome:
+        client = WireProtocol(Side.CLIENT)
+        client.encode(_HELLO)
+        return client
+    return protocols[1]
+
+
+def handshake_by_hand(sock: socket.socket) -> None:
+    """Be a server: take the hello, answer with a welcome, byte by byte as documented."""
+    head = read_exactly(sock, 32)
+    read_exactly(sock, int.from_bytes(head[20:24], "little"))
+    send_raw(sock, 2, m.Welcome(version=1, session="raw", epoch="e", received_at=1000.0, sent_at=1000.0))
+
+
+def read_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        piece = sock.recv(nbytes - len(data))
+        if not piece:
+            raise ConnectionResetError
+        data += piece
+    return data
+
+
+def send_raw(
+    sock: socket.socket, number: int, message: m.Message, payload: bytes = b"", trailer: bytes | None = None
+) -> None:
+    meta = msgspec.msgpack.encode(message)
+    header = struct.pack("<4sHHIQIQ", b"KVFY", 1, number, bool(payload), 7, len(meta), len(payload))
+    if trailer is None:
+        trailer = xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") if payload else b""
+    sock.sendall(header + meta + payload + trailer)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does; the deadline only ends a broken run."""
+    limit = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+class Wire:
+    """What tests of the protocol do by hand."""
+
+    shaken = staticmethod(shaken)
+    feed = staticmethod(feed)
+    frame = staticmethod(frame)
+    raw_frame = staticmethod(raw_frame)
+    sender_for = staticmethod(sender_for)
+    receiver_for = staticmethod(receiver_for)
+
+
+@pytest.fixture(scope="session")
+def wire() -> Wire:
+    """Functions to make and feed frames."""
+    return Wire()
+
+
+class RawPeer:
+    """A server of three functions over a plain socket."""
+
+    handshake_by_hand = staticmethod(handshake_by_hand)
+    send_raw = staticmethod(send_raw)
+
+
+@pytest.fixture
+def peer() -> RawPeer:
+    """Functions of a peer that is written by hand."""
+    return RawPeer()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Wait for what another thread does; the deadline only ends a broken run."""
+    return _until
 
 
 class Connect(Protocol):

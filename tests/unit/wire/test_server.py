@@ -33,14 +33,6 @@ OPTIONS = ChannelOptions(role="server", session="s", hello_timeout_s=2.0)
 CLIENT = ChannelOptions(role="client", session="c")
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does; the deadline only ends a broken run."""
-    limit = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-
-
 def echo(channel: Channel) -> None:
     """Answers pings until the peer leaves; an abort message says what to raise."""
     while True:
@@ -104,7 +96,7 @@ def ended(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "tcp://[::1]:0", "inproc://wire-server"])
-def test_many_clients_are_served_at_once(serve: Serve, url: str) -> None:
+def test_many_clients_are_served_at_once(serve: Serve, url: str, until: Any) -> None:
     server = serve(url=url)
     channels = [ping(server.address) for _ in range(5)]
     assert server.connections == 5
@@ -117,7 +109,7 @@ def test_many_clients_are_served_at_once(serve: Serve, url: str) -> None:
 
 
 def test_a_handlers_error_reaches_the_client_and_one_log_line(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+    serve: Serve, caplog: pytest.LogCaptureFixture, until: Any
 ) -> None:
     server = serve()
     channel = ping(server.address)
@@ -130,7 +122,9 @@ def test_a_handlers_error_reaches_the_client_and_one_log_line(
     ping(server.address).close()
 
 
-def test_a_bug_in_the_handler_shows_its_class_only(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_the_handler_shows_its_class_only(
+    serve: Serve, caplog: pytest.LogCaptureFixture, until: Any
+) -> None:
     server = serve()
     channel = ping(server.address)
     with pytest.raises(KVFerryError, match="internal error in test: ZeroDivisionError") as caught:
@@ -205,7 +199,7 @@ def garbage(kind: str, marker: Path) -> bytes:
     ],
 )
 def test_garbage_on_the_port_costs_one_line_and_its_own_connection(
-    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, until: Any
 ) -> None:
     """C125 with a pickle; nothing is evaluated, nobody else notices."""
     marker = tmp_path / "marker"
@@ -230,7 +224,7 @@ def test_garbage_on_the_port_costs_one_line_and_its_own_connection(
     assert "(4 more in" in lines[1]
 
 
-def test_silent_and_slow_strangers_are_cut_off_in_time(serve: Serve) -> None:
+def test_silent_and_slow_strangers_are_cut_off_in_time(serve: Serve, until: Any) -> None:
     server = serve(options=ChannelOptions(role="server", session="s", hello_timeout_s=0.3))
     with raw(server.address) as silent, raw(server.address) as short, raw(server.address) as slow:
         short.sendall(b"KVF")
@@ -250,7 +244,7 @@ def test_silent_and_slow_strangers_are_cut_off_in_time(serve: Serve) -> None:
     ping(server.address).close()
 
 
-def test_one_connection_too_many_is_told_to_come_later(serve: Serve) -> None:
+def test_one_connection_too_many_is_told_to_come_later(serve: Serve, until: Any) -> None:
     server = serve(max_connections=2)
     first, second = ping(server.address), ping(server.address)
     with pytest.raises(OverloadedError, match="test serves 2 connections") as caught:
@@ -303,7 +297,7 @@ def test_idle_connections_are_closed_and_busy_ones_are_not(serve: Serve) -> None
     busy.close()
 
 
-def test_close_aborts_what_is_under_way(serve: Serve) -> None:
+def test_close_aborts_what_is_under_way(serve: Serve, until: Any) -> None:
     server = serve()
     channel = ping(server.address)
     with raw(server.address) as stranger:  # still in its handshake
@@ -319,8 +313,41 @@ def test_close_aborts_what_is_under_way(serve: Serve) -> None:
     assert server.connections == 0
 
 
+def test_a_handler_may_close_its_server(serve: Serve) -> None:
+    closed = threading.Event()
+
+    def handler(channel: Channel) -> None:
+        channel.receive(deadline_in(10))
+        server.close()
+        closed.set()
+
+    server = serve(handler)
+    channel = Channel.connect(server.address, CLIENT, deadline_in(10))
+    channel.send(m.Ping(), deadline=deadline_in(5))
+    assert closed.wait(10)
+    channel.abort()
+
+
+def test_connections_that_come_and_go_leave_nothing(serve: Serve, until: Any) -> None:
+    """C070, some cut in the middle of the handshake."""
+    server = serve()
+    ping(server.address).close()
+    until(lambda: server.connections == 0)
+    descriptors, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    for n in range(150):
+        if n % 3:
+            ping(server.address).close()
+        else:
+            with raw(server.address) as sock:
+                sock.sendall(b"KVFY\x01\x00\x01"[: n % 8])
+    until(lambda: server.connections == 0)
+    until(lambda: threading.active_count() <= threads)
+    until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
+    ping(server.address).close()
+
+
 def test_a_handler_that_does_not_end_is_named(
-    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, until: Any
 ) -> None:
     monkeypatch.setattr(server_module, "_JOIN_TIMEOUT_S", 0.2)
     release = threading.Event()
@@ -354,7 +381,9 @@ class Flaky(Listener):
         self.inner.close()
 
 
-def test_a_failing_accept_does_not_end_the_server(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_accept_does_not_end_the_server(
+    serve: Serve, caplog: pytest.LogCaptureFixture, until: Any
+) -> None:
     listener = Flaky(transports.listen("tcp://127.0.0.1:0"))
     server = serve(url=listener)
     ping(server.address).close()
@@ -384,7 +413,7 @@ def test_no_more_threads_is_survived(
 
 
 def test_a_hello_of_strange_text_keeps_the_log_in_lines(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+    serve: Serve, caplog: pytest.LogCaptureFixture, until: Any
 ) -> None:
     caplog.set_level(logging.DEBUG)
     server = serve()
@@ -398,7 +427,7 @@ def test_a_hello_of_strange_text_keeps_the_log_in_lines(
 
 
 def test_a_protocol_error_of_a_known_peer_is_logged_and_ends_it(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+    serve: Serve, caplog: pytest.LogCaptureFixture, until: Any
 ) -> None:
     server = serve()
     connection = transports.connect(server.address, deadline_in(5))
