@@ -286,8 +286,8 @@ def test_idle_connections_are_closed_and_busy_ones_are_not(serve: Serve) -> None
     server = serve(handler, idle_timeout_s=0.2)
     busy = Channel.connect(server.address, CLIENT, deadline_in(10))
     busy.send(m.Describe(), deadline=deadline_in(5))
-    idle = Channel.connect(server.address, CLIENT, deadline_in(10))
     started = time.monotonic()
+    idle = Channel.connect(server.address, CLIENT, deadline_in(10))
     with pytest.raises(ConnectionClosedError):
         idle.receive(deadline_in(10))
     assert time.monotonic() - started >= 0.15
