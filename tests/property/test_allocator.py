@@ -36,6 +36,7 @@ def test_against_a_model(steps: list[tuple[bool, int, int]]) -> None:
             if not fits:
                 assert start is None
                 continue
+            assert start is not None
             assert start == min(fits, key=lambda run: (run[1], run[0]))[0]
             assert owner[start : start + length] == [None] * length, "overlap"
             owner[start : start + length] = [start] * length

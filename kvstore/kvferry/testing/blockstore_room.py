@@ -68,6 +68,16 @@ class RoomSuite(StoreFixtures):
         assert time.monotonic() - started < 10
         assert ns.lookup(keys).prefix == BLOCKS
 
+    def test_others_give_way_to_the_extension_of_the_oldest_chain(self, ns: Namespace) -> None:
+        """The chain that grows is spared, though its tail was used least recently."""
+        half = BLOCKS // 2
+        growing, other = chain(ns, 1, half + 2), chain(ns, 2, half)
+        save_blocks(ns, growing[:half])
+        save_blocks(ns, other)
+        save_blocks(ns, growing[half:], parent=growing[half - 1])
+        assert ns.lookup(growing).prefix == half + 2
+        assert ns.lookup(other).prefix == half - 2
+
     def test_leased_blocks_are_never_evicted(self, store: BlockStore, ns: Namespace) -> None:
         """The error names what was asked, what is free and what is pinned; nothing stays reserved."""
         keys = chain(ns, 1, BLOCKS - 2)
@@ -86,6 +96,25 @@ class RoomSuite(StoreFixtures):
             reserve(ns, chain(ns, 3, BLOCKS + 1), seconds=30)
         assert ns.lookup(chain(ns, 2, BLOCKS)).prefix == BLOCKS
 
+    def test_what_is_held_is_passed_over(self, ns: Namespace) -> None:
+        """Eviction takes younger blocks when the oldest are leased or pinned."""
+        third = BLOCKS // 3
+        leased, pinned, young = (chain(ns, n, third) for n in (1, 2, 3))
+        for keys in (leased, pinned, young):
+            save_blocks(ns, keys)
+        ns.pin(pinned, ttl=60)
+        lease = load(ns, leased)
+        load(ns, pinned).release()
+        load(ns, young).release()
+        room = BLOCKS - 2 * third
+        assert save_blocks(ns, chain(ns, 4, room)) == room
+        assert [ns.lookup(keys).prefix for keys in (leased, pinned, young)] == [third, third, 0]
+        for index, key in enumerate(leased):
+            assert lease.view(index) == block_bytes(key, SPEC.block_nbytes)
+        lease.release()
+        assert save_blocks(ns, chain(ns, 5, third)) == third
+        assert ns.lookup(leased).prefix == 0, "released, it is the oldest again"
+
     def test_a_reservation_waits_for_a_lease_to_end(self, ns: Namespace) -> None:
         """It gets its room from a release in another thread, long before its deadline."""
         keys = chain(ns, 1, BLOCKS)
@@ -101,9 +130,11 @@ class RoomSuite(StoreFixtures):
         thread = threading.Thread(target=save, name="kvferry-test-save")
         thread.start()
         assert waiting.wait(10)
+        started = time.monotonic()
         lease.release()
-        thread.join(30)
+        thread.join(60)
         assert got == [BLOCKS]
+        assert time.monotonic() - started < 15, "woken by the deadline of the lease, not by its release"
 
     def test_tails_that_are_held_give_way_to_inner_blocks(self, ns: Namespace) -> None:
         """Needed room is found below a leased tail; the leased block itself stays right."""

@@ -1,5 +1,6 @@
 import os
 import pickle
+import threading
 import time
 
 import msgspec
@@ -73,6 +74,30 @@ def test_a_mapped_lease_is_over_at_its_deadline_without_the_owner() -> None:
     past(lease)
     with pytest.raises(LeaseExpiredError, match="past its deadline"):
         mapped.check()
+
+
+def test_of_two_releases_at_once_one_wins(store: MemoryStore) -> None:
+    lease, other = loaded(store), loaded(store)
+    outcomes: list[str] = []
+    gate = threading.Barrier(8)
+
+    def release() -> None:
+        gate.wait(10)
+        try:
+            lease.release()
+            outcomes.append("released")
+        except LeaseExpiredError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=release, name=f"kvferry-test-{n}") for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(outcomes) == ["refused"] * 7 + ["released"]
+    assert store.end_read(lease) is False
+    assert store.stats().pinned_nbytes == 2 * N
+    other.release()
 
 
 def test_a_lease_is_resolved_by_its_own_session_only(store: MemoryStore) -> None:

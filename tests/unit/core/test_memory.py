@@ -70,6 +70,17 @@ def test_what_the_chain_itself_holds_is_not_waited_for() -> None:
     assert time.monotonic() - started < 10
 
 
+def test_blocks_that_a_save_finds_stored_count_as_used() -> None:
+    store = MemoryStore(4 * N)
+    ns = store.namespace(SPEC)
+    old, new = chain(ns, 1, 2), chain(ns, 2, 2)
+    save_blocks(ns, old)
+    save_blocks(ns, new)
+    assert save_blocks(ns, old) == 0
+    save_blocks(ns, chain(ns, 3, 2))
+    assert (ns.lookup(old).prefix, ns.lookup(new).prefix) == (2, 0)
+
+
 def test_a_block_that_comes_after_its_child_is_its_head_again() -> None:
     store = MemoryStore(4 * N)
     ns = store.namespace(SPEC)
