@@ -234,6 +234,26 @@ class BlockStoreSuite(RoomSuite):
         with pytest.raises(ConfigError):
             ns.reserve([BlockKey(b"short")], parent=None, deadline=deadline_in(1))
 
+    def test_publish_goes_on_holding_the_slots(self, store: BlockStore, ns: Namespace) -> None:
+        """Blocks become visible and are leased at once, also the copy that came second."""
+        keys = chain(ns, 1, 2)
+        lease = reserve(ns, keys)
+        fill_lease(lease)
+        view = lease.view(0)
+        save_blocks(ns, keys[:1])
+        stored, held = lease.publish()
+        assert (stored, held.keys) == (1, tuple(keys))
+        assert ns.lookup(keys).prefix == 2
+        save_blocks(ns, chain(ns, 2, BLOCKS - 3))
+        assert view == block_bytes(keys[0], SPEC.block_nbytes)
+        for index, key in enumerate(keys):
+            assert held.view(index) == block_bytes(key, SPEC.block_nbytes)
+        assert store.stats().pinned_nbytes == 2 * SPEC.block_nbytes
+        held.release()
+        assert store.stats().pinned_nbytes == 0
+        with pytest.raises(LeaseExpiredError):
+            lease.publish()
+
     def test_a_write_by_another_hand_keeps_the_slots(self, store: BlockStore, ns: Namespace) -> None:
         """``writing()``: an abort meanwhile only quarantines, a commit meanwhile is refused."""
         lease = reserve(ns, chain(ns, 1, 2))

@@ -215,6 +215,25 @@ class RoomSuite(StoreFixtures):
         second.release()
         assert store.stats().pinned_nbytes == 0
 
+    def test_renewed_leases_outlive_their_first_deadline(self, ns: Namespace, store: BlockStore) -> None:
+        """Both kinds; an ended one is not revived."""
+        keys = chain(ns, 1, 1)
+        save_blocks(ns, keys)
+        read, write = load(ns, keys), reserve(ns, chain(ns, 2, 1))
+        firsts = (read.expires_at, write.expires_at)
+        started = time.monotonic()
+        wait_until(lambda: time.monotonic() > started)
+        read.renew()
+        write.renew()
+        assert read.expires_at > firsts[0]
+        assert write.expires_at > firsts[1]
+        read.release()
+        write.abort()
+        for renew in (read.renew, write.renew):
+            with pytest.raises(LeaseExpiredError):
+                renew()
+        assert gauges(store.stats())[2:] == (0, 0, 0)
+
     def test_a_late_reader_is_told(self, short_store: BlockStore) -> None:
         """Past its deadline a lease pins nothing, and check and release raise."""
         ns = short_store.namespace(SPEC)
