@@ -79,7 +79,7 @@ def test_time_lost_while_handing_over_does_not_add_up() -> None:
 
 def test_idle_link_does_not_burst() -> None:
     link = Link(100 * MB)
-    link.send(10 * MB, oversleep_s=0.05)
+    link.send(400_000, oversleep_s=0.05)
     link.now += 5.0
     link.sent.clear()
     link.send(20 * MB)

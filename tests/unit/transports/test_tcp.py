@@ -141,6 +141,22 @@ def test_close_is_bounded_though_the_peer_floods(pool: ThreadPoolExecutor) -> No
         assert taken < 3
 
 
+def test_close_waits_for_what_is_unsent(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bytes of the peer under way, closing at once would reset what the kernel still holds."""
+    monkeypatch.setattr("kvferry.transports.sockets._FLUSH_S", 20.0)
+    data = random.Random(1).randbytes(1_000_000)
+    received = bytearray(len(data))
+    with connected() as (one, other):
+        socket_of(one).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        flooding = pool.submit(one.send, [bytes(96 << 20)], deadline_in(LONG_S))
+        other.send([data], deadline_in(LONG_S))
+        closing = Blocked(pool, other.close)
+        one.recv_into([memoryview(received)], deadline_in(LONG_S))
+        closing.future.result(timeout=LONG_S)
+        assert isinstance(flooding.exception(timeout=LONG_S), ConnectionClosedError | None)
+    assert received == data
+
+
 def test_abort_cuts_a_close_short(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.transports.sockets._FLUSH_S", 20.0)
     with connected() as (one, _):
