@@ -1,0 +1,68 @@
+"""Which benchmarks there are: names, groups and how to run them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.bench.pairing import MIN_RUNS, Progress
+from kvferry.bench.results import Param, Result
+from kvferry.core.errors import UnknownPluginError
+
+__all__ = ["GROUPS", "Group", "Options", "run_group"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run a group: rounds that count, and the group's own parameters."""
+
+    runs: int = MIN_RUNS
+    warmup: int = 1
+    params: Mapping[str, Param | None] | None = None
+
+    def param(self, name: str, default: Param) -> Param:
+        """The value asked for ``name``, else ``default``."""
+        value = (self.params or {}).get(name)
+        return default if value is None else value
+
+
+class Runner(Protocol):
+    """Runs a group and yields each result as soon as it is there."""
+
+    def __call__(self, options: Options, progress: Progress) -> Iterator[Result]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Benchmarks that run together under ``kvferry bench NAME``."""
+
+    name: str
+    summary: str
+    scenarios: tuple[str, ...]
+    runner: str  # "module:function", imported when it runs
+
+
+GROUPS: dict[str, Group] = {
+    "stream": Group(
+        name="stream",
+        summary="KV streamed layer by layer between two processes",
+        scenarios=("stream.layers",),
+        runner="kvferry.bench.scenarios.stream_layers:run",
+    ),
+}
+
+
+def run_group(name: str, options: Options, progress: Progress) -> Iterator[Result]:
+    """Run the benchmarks of a group.
+
+    Raises:
+        UnknownPluginError: If there is no such group; the message names those there are.
+    """
+    group = GROUPS.get(name)
+    if group is None:
+        raise UnknownPluginError(f"no benchmark group {name!r}; there are: {', '.join(sorted(GROUPS))}")
+    module, function = group.runner.split(":")
+    runner: Runner = getattr(importlib.import_module(module), function)
+    yield from runner(options, progress)

@@ -1,0 +1,1 @@
+"""The benchmarks, one module a group; found through :mod:`kvferry.bench.registry`."""

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from kvferry.bench.ceilings import MemcpyCold, RawSocket
+from kvferry.bench.pairing import run_paired
+from kvferry.bench.registry import GROUPS, Options, run_group
+from kvferry.bench.results import Sample
+from kvferry.core.errors import UnknownPluginError
+
+
+def test_runs_are_interleaved_with_turning_order_and_warmups_do_not_count() -> None:
+    order: list[str] = []
+    seen: list[tuple[str, int, int]] = []
+
+    def subject(name: str) -> Sample:
+        order.append(name)
+        return Sample(float(len(order)))
+
+    samples = run_paired(
+        {"a": lambda: subject("a"), "b": lambda: subject("b")},
+        runs=2,
+        warmup=1,
+        progress=lambda *args: seen.append(args),
+        label="x",
+    )
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert [s.seconds for s in samples["a"]] == [4.0, 5.0]
+    assert [s.seconds for s in samples["b"]] == [3.0, 6.0]
+    assert seen[-1] == ("x", 6, 6)
+
+
+def test_ceilings_move_what_they_say() -> None:
+    memcpy = MemcpyCold(1 << 20, 4)()
+    assert memcpy.nbytes == 4 << 20
+    assert memcpy.gb_per_s > 0
+    raw = RawSocket(1 << 16, 4)
+    try:
+        assert raw().nbytes == 4 << 16
+        assert raw().gb_per_s > 0
+    finally:
+        raw.close()
+
+
+def test_unknown_group_names_those_there_are() -> None:
+    with pytest.raises(UnknownPluginError, match="no benchmark group 'nope'; there are: stream"):
+        list(run_group("nope", Options(), lambda *_: None))
+
+
+def test_every_group_can_be_imported_and_options_have_defaults() -> None:
+    assert Options(params={"a": None}).param("a", 3) == 3
+    assert Options(params={"a": 5}).param("a", 3) == 5
+    for group in GROUPS.values():
+        module, function = group.runner.split(":")
+        assert module.startswith("kvferry.bench.scenarios.")
+        assert function
