@@ -37,6 +37,7 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS: dict[str, CommandEntry] = {
+    "bench": CommandEntry("kvferry.cli.bench:app", "Measure what a link, a tier or a deployment delivers."),
     "config": CommandEntry(
         "kvferry.cli.config:app", "Show the configuration and where each value comes from."
     ),

@@ -1,0 +1,88 @@
+"""``kvferry bench``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from kvferry.cli.options import Json
+
+if TYPE_CHECKING:
+    from kvferry.bench.registry import Options
+    from kvferry.bench.results import Result
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+Runs = Annotated[int, typer.Option(min=1, help="Rounds that count; 9 or more for figures to quote.")]
+Text = Optional[str]  # noqa: UP045  typer evaluates it
+Number = Optional[int]  # noqa: UP045
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure what a link, a tier or a deployment delivers, with the ceiling of the same run beside it."""
+
+
+@app.command("list")
+def list_benchmarks() -> None:
+    """List the benchmarks."""
+    from kvferry.bench.registry import GROUPS
+    from kvferry.cli.output import print_table
+
+    rows = [(group.name, ", ".join(group.scenarios), group.summary) for group in GROUPS.values()]
+    print_table(("group", "scenarios", "what"), rows)
+
+
+@app.command("stream")
+def stream(
+    *,
+    model: Annotated[
+        Text,
+        typer.Option(
+            metavar="tiny|smollm2|DIR",
+            help="Measure the overlap of a real prefill with a link as slow as its compute.",
+        ),
+    ] = None,
+    tokens: Annotated[Number, typer.Option(min=16, help="Tokens of the prompt. [default: 1536]")] = None,
+    layers: Annotated[Number, typer.Option(min=1, help="Layers, without a model. [default: 30]")] = None,
+    threads: Annotated[Number, typer.Option(min=1, help="Threads of the model. [default: 1]")] = None,
+    runs: Runs = 9,
+    as_json: Json = False,
+) -> None:
+    """KV streamed layer by layer to another process over tcp: throughput, or with --model the overlap.
+
+    Without a model: GB/s against a bare socket and a cold memcpy. With one: the seconds until the receiver
+    holds all KV of a prompt, over a link whose rate makes the transfer as long as the compute, against the
+    longer of both, and against sending only after the last layer.
+    """
+    from kvferry.bench.registry import Options
+
+    params = {"model": model, "tokens": tokens, "layers": layers, "threads": threads}
+    _run("stream", Options(runs=runs, params=params), as_json=as_json)
+
+
+def _run(group: str, options: Options, *, as_json: bool) -> None:
+    """Run a group with progress on standard error; results go to standard output."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from kvferry.bench.registry import run_group
+    from kvferry.bench.report import print_table
+
+    results: list[Result] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"{group}: starting")
+
+        def progress(label: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{label}: run {done} of {total}")
+
+        for result in run_group(group, options, progress):
+            results.append(result)
+            if as_json:
+                typer.echo(result.to_json())
+    if not as_json:
+        print_table(results, Console())
