@@ -71,11 +71,12 @@ class _Source:
         return seed, self._sets[seed]
 
     def layer(self, whole: memoryview, layer: int) -> list[tuple[int, Sequence[memoryview]]]:
-        """The slices of one layer, as the sender takes them."""
-        size, part = self.spec.block_nbytes, self.spec.layer_slice(layer)
+        """The tensors of one layer of all blocks, as the sender takes them."""
+        size, start = self.spec.block_nbytes, self.spec.layer_slice(layer).start
+        slots = self.spec.layers[layer].slots()
         return [
-            (block, (whole[block * size + part.start : block * size + part.stop],))
-            for block in range(self.blocks)
+            (block, [whole[at + slot.offset : at + slot.offset + slot.spec.nbytes] for slot in slots])
+            for block, at in ((block, block * size + start) for block in range(self.blocks))
         ]
 
 

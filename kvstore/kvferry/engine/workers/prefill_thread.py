@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import KVFerryError, OverloadedError
-from kvferry.engine.paged_kv import Sequence
+from kvferry.engine.emit import emit_to
 from kvferry.engine.prefill import PrefillResult, prefill
 from kvferry.engine.workers.common import Engine
 from kvferry.streaming import LayerSender
@@ -44,16 +44,6 @@ class PrefillJob:
     def should_stop(self) -> bool:
         """Whether nobody wants the result, or it cannot be sent any more."""
         return self.stop.is_set() or self.sender.error is not None
-
-    def emit(self, sequence: Sequence, layer: int, first_token: int, stop_token: int) -> None:
-        """Queue a layer of some tokens, straight from the paged KV."""
-        kv = sequence.kv
-        size, count = kv.block_tokens, len(self.tokens)
-        blocks = []
-        for number in range(first_token // size, -(-stop_token // size)):
-            rows = min(size, count - number * size)
-            blocks.append((number, kv.tensor_views(layer, sequence.blocks[number], rows)))
-        self.sender.put_layer(layer, blocks)
 
 
 class PrefillThread:
@@ -126,7 +116,7 @@ class PrefillThread:
             job.message.sampling,
             namespace=engine.store.namespace(engine.spec, job.message.scope),
             chunk_tokens=engine.config.prefill.chunk_tokens,
-            emit=job.emit,
+            emit=emit_to(job.sender, len(job.tokens)),
             should_stop=job.should_stop,
             deadline=job.deadline,
             save=False,  # token 0 does not wait for it

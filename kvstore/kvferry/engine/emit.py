@@ -1,0 +1,32 @@
+"""From prefill's hands into a layer stream."""
+
+from __future__ import annotations
+
+from kvferry.engine.paged_kv import Sequence
+from kvferry.engine.prefill import Emit
+from kvferry.streaming import LayerSender
+
+__all__ = ["emit_to"]
+
+
+def emit_to(sender: LayerSender, prompt_tokens: int) -> Emit:
+    """What :func:`~kvferry.engine.prefill.prefill` calls to stream each layer straight from the paged KV.
+
+    The stream must have begun. Nothing is copied: the pages must stay as they are until the sender has
+    finished or was aborted.
+
+    Args:
+        sender: Takes the layers; queues, never blocks.
+        prompt_tokens: Length of the prompt; the last block may be partial.
+    """
+
+    def emit(sequence: Sequence, layer: int, first_token: int, stop_token: int) -> None:
+        kv = sequence.kv
+        size = kv.block_tokens
+        blocks = []
+        for number in range(first_token // size, -(-stop_token // size)):
+            rows = min(size, prompt_tokens - number * size)
+            blocks.append((number, kv.tensor_views(layer, sequence.blocks[number], rows)))
+        sender.put_layer(layer, blocks)
+
+    return emit
