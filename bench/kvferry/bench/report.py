@@ -21,23 +21,25 @@ def _against(result: Result) -> str:
     for name, baseline in result.baselines.items():
         ratio = result.ratios.get(name)
         low, high = result.ratio_spread.get(name, (0.0, 0.0))
-        times = f"{ratio:.2f} ({low:.2f}-{high:.2f}) x " if ratio is not None else ""
-        lines.append(f"{times}{name} {_figure(baseline)}")
+        times = f"{ratio:.2f} ({low:.2f} to {high:.2f}) x " if ratio is not None else ""
+        lines.append(f"{times}{name} = {_figure(baseline)}")
     return "\n".join(lines)
 
 
 def print_table(results: Sequence[Result], console: Console) -> None:
     """Print one row a result: the figure, its quartiles, and each baseline with the paired ratio."""
     table = Table(title="kvferry bench", title_justify="left", show_lines=True)
-    for column in ("scenario", "params", "value", "quartiles", "against (same run)", "checked"):
-        table.add_column(column, overflow="fold")
+    table.add_column("scenario")
+    table.add_column("value", no_wrap=True)
+    table.add_column("in the same run: ratio (quartiles) to", no_wrap=True)
     for result in results:
+        params = "  ".join(f"{k}={v}" for k, v in result.params.items())
+        low, high = result.spread
+        checked = "\n[green]bytes compared[/green]" if result.verified else ""
         table.add_row(
-            result.scenario,
-            "\n".join(f"{k}={v}" for k, v in result.params.items()),
-            f"[bold]{_figure(result.value)}[/bold] {result.unit}",
-            f"{_figure(result.spread[0])}-{_figure(result.spread[1])}\nof {result.runs} runs",
+            f"[bold]{result.scenario}[/bold]\n{params}",
+            f"[bold]{_figure(result.value)} {result.unit}[/bold]\n"
+            f"{_figure(low)} to {_figure(high)}\n{result.runs} runs{checked}",
             _against(result),
-            "bytes compared" if result.verified else "",
         )
     console.print(table)
