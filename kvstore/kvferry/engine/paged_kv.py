@@ -17,7 +17,7 @@ import torch
 from kvferry.core.arena import available_memory
 from kvferry.core.buffers import Buf, ByteArray, as_bytes_view, copy_into, page_aligned
 from kvferry.core.errors import CapacityError, ConfigError
-from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
+from kvferry.core.spec import SLICE_ALIGNMENT, DType, KVSpec, LayerSpec, TensorSpec
 
 if TYPE_CHECKING:
     from kvferry.engine.config import ModelConfig
@@ -57,6 +57,7 @@ class PagedKV:
         self._dtype_name = DType(str(dtype).removeprefix("torch."))
         self._row_nbytes = config.num_kv_heads * config.head_dim * self._dtype_name.itemsize
         page = block_tokens * self._row_nbytes
+        self._pages_aligned = page % SLICE_ALIGNMENT == 0
         nbytes = config.num_layers * 2 * num_blocks * page
         self._memory = _memory(num_blocks, nbytes)
         self._bytes: ByteArray = np.frombuffer(self._memory, np.uint8).reshape(
@@ -224,11 +225,11 @@ class PagedKV:
     def gather(self, layer: int, sequence: Sequence, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the first ``length`` tokens of a sequence: ``[1, kv_heads, length, head_dim]`` each.
 
-        Views of the pages where they are neighbours, else copies with the same strides, so that the
-        attention computes the same bits either way.
+        Views of the pages where they are neighbours, else copies with the same strides and alignment, so
+        that the attention computes the same bits either way.
         """
         pages, count = self._pages[layer], self.blocks_for(length)
-        if (start := sequence.run_start) is not None:
+        if (start := sequence.run_start) is not None and self._pages_aligned:
             held = pages[:, start : start + count]
         else:
             held = pages.index_select(1, sequence.block_index()[:count])

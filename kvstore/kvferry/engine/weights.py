@@ -1,8 +1,10 @@
 """Weights from safetensors files, single or sharded: checked by name and shape before any is loaded.
 
-Files are mapped into memory. Tensors that are of the wanted dtype already stay views of the mapping,
-shared by all processes on the machine; others are converted into memory of their own. Checkpoints
-that are read by unpickling are not supported at all: they can run code.
+Files are mapped into memory. Tensors that are of the wanted dtype already and start on a 64-byte
+boundary stay views of the mapping, shared by all processes on the machine; others get memory of their
+own. (Matrix products round differently for operands that start off a boundary, so without that the
+bits of a result would depend on how a checkpoint was cut into files.) Checkpoints that are read by
+unpickling are not supported at all: they can run code.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvferry.core.errors import ConfigError, UnsupportedModelError
+from kvferry.core.spec import SLICE_ALIGNMENT
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.model import Model
 from kvferry.engine.revision import INDEX_FILE, SINGLE_FILE, read_index, revision, weight_files
@@ -102,7 +105,7 @@ def load_model(
         _check_names(folder, where, expected, config)
         for name, shape in expected.items():
             _check_tensor(folder, name, shape, where[name])
-        tensors = {name: where[name].get_tensor(name).to(wanted) for name in expected}
+        tensors = {name: _aligned(where[name].get_tensor(name).to(wanted)) for name in expected}
     return Model(config, tensors)
 
 
@@ -166,6 +169,11 @@ def _check_tensor(folder: Path, name: str, shape: Shape, handle: Any) -> None:  
         raise UnsupportedModelError(
             f"{folder}: tensor {name} is stored as {kind}; supported: {', '.join(sorted(_STORED))}"
         )
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it does not start on a boundary; torch's own memory always does."""
+    return tensor if tensor.data_ptr() % SLICE_ALIGNMENT == 0 else tensor.clone()
 
 
 def _listed(names: list[str]) -> str:

@@ -214,3 +214,14 @@ def test_memory_that_cannot_be_had_is_refused_with_the_figures() -> None:
         ConfigError, match=r"KV blocks of 1536 bytes take \d+ bytes, \d+ bytes of memory are available"
     ):
         _kv(2**46)
+
+
+def test_pages_that_start_off_the_boundary_are_gathered_by_copy() -> None:
+    """Since matrix products may round differently for them: the same bits on any page matter more."""
+    kv = PagedKV(_config(kv_heads=1, head_dim=2), num_blocks=4, block_tokens=5)
+    sequence = Sequence.allocate(kv, 10)
+    sequence.length = 10
+    k, v = kv.gather(0, sequence, 10)
+    assert k.data_ptr() % 64 == 0
+    assert np.frombuffer(kv.tensor_views(0, 1)[0], np.uint8).ctypes.data % 64 != 0
+    assert v.shape == (1, 1, 10, 2)
