@@ -85,6 +85,8 @@ class Model:
             sequence.kv.write_rows(index, sequence, first, k, v)
             if on_layer is not None:
                 on_layer(index)
+            if not want_logits and index == len(self._layers) - 1:
+                break  # what follows would only make logits
             keys, values = sequence.kv.gather(index, sequence, first + count)
             attended = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None],
