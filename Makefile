@@ -68,7 +68,7 @@ lint-types: setup-dev
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 lint-layers: setup-dev
-	@PYTHONPATH=kvstore:transports:codecs:bench $(BIN)/lint-imports --no-cache
+	@PYTHONPATH=kvstore:transports:codecs:bench $(BIN)/lint-imports --no-logo --no-cache
 
 lint-py310: setup-dev
 	@$(BIN)/vermin --quiet --no-tips --violations --eval-annotations --target=3.10- \
