@@ -85,6 +85,7 @@ class LayerReceiver:
         self._left: list[set[int]] = []  # by layer: blocks that have not arrived
         self._handoff: Handoff | None = None
         self._error: Exception | None = None
+        self._deadline = 0.0
         self._running = False
         self._closed = False
         self._kv_nbytes = 0
@@ -97,8 +98,12 @@ class LayerReceiver:
     def __enter__(self) -> LayerReceiver:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc_info: object) -> None:
+        try:
+            self.close()
+        except LeaseExpiredError:
+            if kind is None:  # an error on its way says more than its consequence
+                raise
 
     @property
     def missing(self) -> frozenset[int]:
@@ -144,14 +149,14 @@ class LayerReceiver:
                     f"{self} refused: {describe_mismatch(begin.spec, spec, begin.scope, scope)}"
                 )
             keys = self._checked_keys()
-            deadline = deadline_in(begin.timeout_s)
+            self._deadline = deadline_in(begin.timeout_s)
             self._layout = StreamLayout(spec, len(keys), begin.tail_tokens)
             slots = BlockSlots(self._namespace, keys)
             with self._cond:
                 if self._error is not None:
                     raise clean_error(self._error)
                 self._slots = slots
-            slots.take(earliest(deadline, deadline_in(self._reserve_timeout_s)))
+            slots.take(earliest(self._deadline, deadline_in(self._reserve_timeout_s)))
             self._tail = page_aligned(self._layout.tail_buffer_nbytes)
             expected = slots.missing | ({len(keys)} if begin.tail_tokens else set())
             with self._cond:
@@ -159,23 +164,20 @@ class LayerReceiver:
             if not expected:
                 self._complete_at = time.monotonic()
             ready = StreamReady(missing=tuple(sorted(slots.missing)), ring=self._ring)
-            self._channel.send(ready, deadline=deadline)
+            self._channel.send(ready, deadline=self._deadline)
 
     def _checked_keys(self) -> list[BlockKey]:
         begin = self._begin
         if len(begin.stream) > _MAX_NAME:
-            raise ProtocolError(f"{self}: name of {len(begin.stream)} characters, at most {_MAX_NAME}")
-        if not 0 < begin.timeout_s < threading.TIMEOUT_MAX:
-            raise ProtocolError(f"{self}: timeout_s is {begin.timeout_s}, must be positive and finite")
-        if len(begin.keys) % KEY_NBYTES:
-            raise ProtocolError(f"{self}: keys of {len(begin.keys)} bytes, no multiple of {KEY_NBYTES}")
-        most = self._namespace.spec.block_tokens - 1
-        if not 0 <= begin.tail_tokens <= most:
-            raise ProtocolError(f"{self}: tail of {begin.tail_tokens} tokens, must be 0..{most}")
+            raise ProtocolError(
+                f"{self}: name of {len(begin.stream)} characters, at most {_MAX_NAME}", remote=True
+            )
+        if begin.timeout_s <= 0:
+            raise ProtocolError(f"{self}: timeout_s is {begin.timeout_s}, must be positive", remote=True)
         data = begin.keys
         keys = [BlockKey(data[i : i + KEY_NBYTES]) for i in range(0, len(data), KEY_NBYTES)]
         if len(set(keys)) != len(keys):
-            raise ProtocolError(f"{self}: {len(keys) - len(set(keys))} keys are named twice")
+            raise ProtocolError(f"{self}: {len(keys) - len(set(keys))} keys are named twice", remote=True)
         return keys
 
     # ---- receiving ------------------------------------------------------------------------------
@@ -198,6 +200,7 @@ class LayerReceiver:
         slots = self._slots
         if slots is None:
             raise ProtocolError(f"{self}: run before start")
+        deadline = earliest(deadline, self._deadline)
         with self._ending_on_error():
             with self._cond:
                 if self._error is not None:
@@ -210,7 +213,6 @@ class LayerReceiver:
                 if self._error is not None:  # closed meanwhile
                     raise clean_error(self._error)
                 self._handoff = handoff
-                self._running = False
                 self._cond.notify_all()
         self._answer(stored, deadline)
         return handoff
@@ -417,7 +419,10 @@ class LayerReceiver:
             yield
         except BaseException as exc:
             self._end(exc)
+            if self._closed and self._error is not None:  # what else went wrong is a consequence
+                raise clean_error(self._error) from exc
+            raise
+        finally:
             with self._cond:
                 self._running = False
                 self._cond.notify_all()
-            raise

@@ -73,7 +73,8 @@ class LayerSender:
         spec: Shape and identity of the blocks.
         scope: Adapter and salt of the keys.
         name: For thread names and messages; the stream's name by default.
-        max_frame_nbytes: Payload of a frame at most; a ``put_layer`` beyond it is split between blocks.
+        max_frame_nbytes: A ``put_layer`` with a larger payload is split between blocks: the receiver
+            shows that it goes on, and renews its leases, once a frame.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class LayerSender:
         scope: KeyScope = KeyScope(),  # noqa: B008 - frozen
         *,
         name: str = "",
-        max_frame_nbytes: int = 1 << 30,
+        max_frame_nbytes: int = 32 << 20,
     ) -> None:
         self._channel = channel
         self._spec = spec

@@ -48,7 +48,7 @@ def _stream(
     end: DecodeEnd,
     kv: PromptKV,
     puts: Sequence[tuple[int, Sequence[int]]] | None = None,
-    max_frame_nbytes: int = 1 << 30,
+    max_frame_nbytes: int = 1 << 20,
 ) -> tuple[frozenset[int], StreamDone]:
     """Stream ``kv``, check every byte and the handoff, give everything back."""
     channel = end.connect()
