@@ -17,7 +17,7 @@ from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.streaming.slots import BlockSlots
 from kvferry.testing.prompt_kv import PromptKV
 
-Race: TypeAlias = Callable[[str], None]
+Race: TypeAlias = Callable[[str], object]
 
 
 class RacingNamespace(MemoryNamespace):
@@ -77,7 +77,7 @@ def test_a_block_stored_before_the_reservation_is_held_instead(store: MemoryStor
 def test_a_block_evicted_before_the_lease_is_missing(store: MemoryStore, kv: PromptKV) -> None:
     plain = store.namespace(kv.spec)
     _save(plain, kv, 0, 1, 2)
-    slots = _slots(store, kv, lambda step: plain.remove([kv.keys[1]]) and None if step == "load" else None)
+    slots = _slots(store, kv, lambda step: plain.remove([kv.keys[1]]) if step == "load" else None)
     slots.take(deadline_in(1))
     assert 1 in slots.missing
     assert 0 not in slots.missing
@@ -122,7 +122,7 @@ def test_given_up_while_taking(store: MemoryStore, kv: PromptKV, at: str) -> Non
 def test_a_block_removed_after_it_was_leased_is_received_again(store: MemoryStore, kv: PromptKV) -> None:
     plain = store.namespace(kv.spec)
     _save(plain, kv, 0, 1)
-    slots = _slots(store, kv, lambda step: plain.remove(kv.keys[:2]) and None if step == "reserve" else None)
+    slots = _slots(store, kv, lambda step: plain.remove(kv.keys[:2]) if step == "reserve" else None)
     slots.take(deadline_in(1))
     assert slots.missing == {2, 3}, "what is leased stays, also when it was removed"
     assert slots.readable(0, 0).tobytes() == kv.layer_bytes(0, 0)
