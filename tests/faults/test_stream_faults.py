@@ -131,11 +131,12 @@ def test_the_sender_is_killed(end: DecodeEnd, store: MemoryStore) -> None:
 def test_the_sender_is_stopped(store: MemoryStore) -> None:
     """A process that stands still closes nothing: the deadline ends the stream."""
     kv = PromptKV(SPEC, PROMPT)
-    with DecodeEnd("tcp://127.0.0.1:0", store, SPEC, timeout_s=1.0) as end:
+    with DecodeEnd("tcp://127.0.0.1:0", store, SPEC, timeout_s=2.5) as end:
         with _child(SENDER, end.address) as child:
             assert child.stdout is not None
             child.stdout.readline()
             receiver = end.receiver(deadline_in(10))
+            receiver.wait_layer(2, deadline_in(10))
             os.kill(child.pid, signal.SIGSTOP)
             with pytest.raises(TransferTimeoutError, match="3 of 8 layers complete"):
                 receiver.wait(deadline_in(15))
