@@ -1,11 +1,11 @@
 # Everything runs in the virtual environment .venv, which each target sets up when it needs to. No root is needed.
-#   make demo    one prompt from prefill to decode, on a real model    (options: make demo ARGS=--json)
-#   make test    all tests but the long ones, with branch coverage     (options: make test ARGS="-k wire")
+#   make demo       one prompt from prefill to decode, on a real model    (options: make demo ARGS=--json)
+#   make test       all tests but the long ones, with branch coverage     (options: make test ARGS="-k wire")
 #   make test-real  the tests that need the real model, which is fetched once (93 MB)
-#   make soak    everything at full scale, and the real model's tests
-#   make lint    style, types, layers, nothing newer than Python 3.10
-#   make bench   benchmarks                                            (options: make bench ARGS="--list")
-#   make clean   removes .venv and everything that was built
+#   make soak       everything at full scale, and the real model's tests
+#   make lint       style, types, layers, nothing newer than Python 3.10
+#   make bench      benchmarks                                            (options: make bench ARGS="--list")
+#   make clean      removes .venv and everything that was built
 # make PYTHON=/path/to/python3 ... chooses the Python of .venv.
 
 SHELL := /bin/bash

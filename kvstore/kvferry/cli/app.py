@@ -37,7 +37,9 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS: dict[str, CommandEntry] = {
-    "bench": CommandEntry("kvferry.cli.bench:app", "Measure what a link, a tier or a deployment delivers."),
+    "bench": CommandEntry(
+        "kvferry.cli.bench:app", "Measure what a link, a tier or a deployment delivers.", "engine"
+    ),
     "config": CommandEntry(
         "kvferry.cli.config:app", "Show the configuration and where each value comes from."
     ),
@@ -46,9 +48,9 @@ COMMANDS: dict[str, CommandEntry] = {
         "Hold a conversation split in processes and in one; show where time went.",
         "demo",
     ),
-    "gateway": CommandEntry("kvferry.cli.engine:gateway", "Run the HTTP gateway over the workers."),
-    "prefill": CommandEntry("kvferry.cli.engine:prefill", "Run a prefill worker."),
-    "decode": CommandEntry("kvferry.cli.engine:decode", "Run a decode worker."),
+    "gateway": CommandEntry("kvferry.cli.engine:gateway", "Run the HTTP gateway over the workers.", "engine"),
+    "prefill": CommandEntry("kvferry.cli.engine:prefill", "Run a prefill worker.", "engine"),
+    "decode": CommandEntry("kvferry.cli.engine:decode", "Run a decode worker.", "engine"),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }
 """Command name to where it is; the order is that of ``kvferry --help``."""
