@@ -67,12 +67,19 @@ def test_files_are_short() -> None:
     assert not long, f"over {MAX_FILE_LINES} lines: {long}"
 
 
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Public docstrings say a lot; they do not make the code longer."""
+    first = node.body[0]
+    documented = ast.get_docstring(node) is not None
+    return (first.end_lineno or first.lineno) - first.lineno + 1 if documented else 0
+
+
 def test_functions_are_short() -> None:
     long = []
     for path in python_files(*SOURCE_ROOTS):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
                 if lines > MAX_FUNCTION_LINES:
                     long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines}")
     assert not long, f"over {MAX_FUNCTION_LINES} lines: {long}"

@@ -1,4 +1,4 @@
-"""The commands that show the speed of streaming: that they run and what they print; figures are not judged."""
+"""The commands that show the speed of streaming: that they run, and what they print."""
 
 from __future__ import annotations
 
