@@ -362,7 +362,8 @@ class Status(Message, frozen=True, tag="status"):
 class StatusReport(Message, frozen=True, tag="status_report"):
     """How a worker stands: paged KV blocks, requests, and its in-memory store.
 
-    ``waiting`` counts requests that were taken but do not run yet, ``streams`` the KV streams open.
+    ``waiting`` counts requests that were taken but do not run yet, ``streams`` the KV streams open, which
+    have brought ``streams_nbytes`` so far.
     """
 
     role: str
@@ -378,6 +379,7 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     store_pinned_nbytes: Count = 0
     store_quarantined_nbytes: Count = 0
     store_leases: Count = 0
+    streams_nbytes: Count = 0
 
 
 AnyMessage: TypeAlias = (

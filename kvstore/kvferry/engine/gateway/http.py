@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.core.errors import KVFerryError, RequestCancelledError, TransferTimeoutError
+from kvferry.core.metrics import CONTENT_TYPE
 from kvferry.engine.gateway.answer import Answer
 from kvferry.engine.gateway.errors import (
     InvalidFieldError,
@@ -132,7 +134,8 @@ class _Completions:
             await _error(error)(scope, receive, send)
         except Exception:
             log.exception("request failed")
-            await _error(KVFerryError("internal error; the gateway's log says more"))(scope, receive, send)
+            body = error_body(KVFerryError("internal error; the gateway's log says more"))
+            await _json(body, 500)(scope, receive, send)
         finally:
             self._metrics.requests.labels(code=str(status)).inc()
 
@@ -162,7 +165,7 @@ class _Completions:
         done = _checked(event, answer)
         answer.finish()
         self._metrics.observe(done, answer.timing(done), len(answer.token_ids))
-        await _json(answer.body(done))(scope, receive, send)
+        await _Sender(send, self._limits.send_timeout_s).response(_json(answer.body(done)), scope, receive)
         return 200
 
     async def _stream(self, call: _Call, answer: Answer, send: Send) -> int:
@@ -170,7 +173,7 @@ class _Completions:
         if not isinstance(event, Tokens):  # before the first token a failure still has its status
             _checked(event, answer)
             raise KVFerryError("the decode worker ended the request without a token")
-        out = _EventSender(send, self._limits.send_timeout_s)
+        out = _Sender(send, self._limits.send_timeout_s)
         await out.start()
         try:
             while isinstance(event, Tokens):
@@ -208,14 +211,14 @@ def _checked(event: Event, answer: Answer) -> Done:
     return event
 
 
-class _EventSender:
-    """Server-sent events to one client, each within a time limit."""
+class _Sender:
+    """An answer to one client, each piece within a time limit."""
 
     def __init__(self, send: Send, timeout_s: float) -> None:
         self._send = send
         self._timeout_s = timeout_s
 
-    async def _put(self, message: dict[str, Any]) -> None:
+    async def _put(self, message: MutableMapping[str, Any]) -> None:
         try:
             await asyncio.wait_for(self._send(message), self._timeout_s)
         except asyncio.TimeoutError as error:
@@ -224,15 +227,22 @@ class _EventSender:
         except OSError as error:
             raise _ClientGoneError from error
 
+    async def response(self, response: Response, scope: Scope, receive: Receive) -> None:
+        """A whole answer."""
+        await response(scope, receive, self._put)
+
     async def start(self) -> None:
+        """The head of a stream of events."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await self._put({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def event(self, body: object) -> None:
+        """One event."""
         data = b"data: " + msgspec.json.encode(body) + b"\n\n"
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
+        """The event that ends every stream."""
         await self._put({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
@@ -277,7 +287,7 @@ def create_app(router: RequestRouter, limits: HttpLimits, metrics: GatewayMetric
         return _json({"object": "list", "data": [{**entry, "max_model_len": served.max_model_len}]})
 
     async def exposition(_request: Request) -> Response:
-        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(metrics.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

@@ -24,7 +24,7 @@ from kvferry.core.errors import (
 from kvferry.engine.gateway.events import Done, Failed, OnEvent, Tokens
 from kvferry.engine.gateway.fleet import Fleet, Pair, Worker
 from kvferry.engine.gateway.request import CompletionRequest, ServedModel
-from kvferry.engine.gateway.timing import Marks, on_our_clock
+from kvferry.engine.gateway.timing import Marks, clock_offset, on_our_clock
 from kvferry.engine.pools import ChannelPools
 from kvferry.engine.tokenizer import Tokenizer
 from kvferry.wire import Channel
@@ -162,7 +162,8 @@ class _Run:
         self._kv_deadline = min(self._deadline, arrived + router.limits.kv_s)
         self._cancelled = threading.Event()
         self._stopping = threading.Event()
-        self._abandoned = threading.Event()  # one leg failed: the other has nothing to work for
+        self._failed = threading.Event()  # the decode leg has failed: prefill has nothing to work for
+        self._prefill_failed = threading.Event()  # nor has decode, until it has token 0 and so all KV
         self._prefill_offset = 0.0
         self._first_token_at = 0.0
         self._tokens = 0
@@ -201,9 +202,9 @@ class _Run:
                 ready = self._admit(channel)
                 prefilling = self._router.threads.submit(self._prefill, pair.prefill, ready.kv_address)
                 finished = self._decode(channel)
-                offset = channel.peer.clock_offset
+                offset = _offset(channel)
         except KVFerryError:
-            self._abandoned.set()
+            self._failed.set()
             self._blame(prefilling)
             raise
         self._let_prefill_end(prefilling)
@@ -221,7 +222,7 @@ class _Run:
     def _let_prefill_end(self, prefilling: Future[None]) -> None:
         """After the last token: the prompt's blocks are kept by now, so that the next turn finds them."""
         if not wait([prefilling], _STOP_TIMEOUT_S).done:
-            self._abandoned.set()
+            self._failed.set()
             log.warning("request %s: the prefill worker does not say that it is done", self._name)
         elif (error := prefilling.exception()) is not None:
             log.warning("request %s: complete, though its prefill leg ended so: %s", self._name, error)
@@ -233,22 +234,21 @@ class _Run:
         """The next message of a worker; ``None`` if there was none for a moment.
 
         Raises:
-            RequestCancelledError: If nobody wants the answer, or the other leg failed when it still
-                mattered: after token 0 decode holds everything.
+            RequestCancelledError: If nobody wants the answer, or the other leg failed while it mattered.
             KVFerryError: What the worker reports, or what became of it.
         """
-        incoming = channel.receive_idle(deadline_in(_POLL_S))
-        if incoming is not None:
-            if isinstance(incoming.message, Failure):
-                raise error_from_code(incoming.message.code, incoming.message.message)
-            return incoming.message
         if self._cancelled.is_set():
             raise RequestCancelledError("the client has gone")
-        if self._abandoned.is_set() and not self._tokens:
+        if self._failed.is_set() or (self._prefill_failed.is_set() and not self._tokens):
             raise RequestCancelledError("the other half of the request has failed")
         if is_past(deadline):
-            raise TransferTimeoutError(f"no answer of {channel.address} within the time allowed")
-        return None
+            raise TransferTimeoutError(f"{channel.address} was not done within the time allowed")
+        incoming = channel.receive_idle(deadline_in(_POLL_S))
+        if incoming is None:
+            return None
+        if isinstance(incoming.message, Failure):
+            raise error_from_code(incoming.message.code, incoming.message.message)
+        return incoming.message
 
     def _expect(self, channel: Channel, kind: type[M], deadline: float) -> M:
         while (message := self._receive(channel, deadline)) is None:
@@ -265,7 +265,7 @@ class _Run:
     def _prefill(self, worker: Worker, kv_address: str) -> None:
         try:
             with self._leg(worker, self._kv_deadline) as channel:
-                self._prefill_offset = channel.peer.clock_offset
+                self._prefill_offset = _offset(channel)
                 message = Prefill(
                     request=self._name,
                     stream=self._name,
@@ -278,7 +278,7 @@ class _Run:
                 channel.send(message, [self._request.tokens], deadline=deadline_in(_SEND_TIMEOUT_S))
                 self._expect(channel, PrefillDone, self._kv_deadline)
         except BaseException:
-            self._abandoned.set()
+            self._prefill_failed.set()
             raise
 
     # ---- decode leg ------------------------------------------------------------------------------
@@ -336,6 +336,10 @@ class _Run:
             kv_nbytes=finished.kv_nbytes,
             wire_s=finished.wire_s,
         )
+
+
+def _offset(channel: Channel) -> float:
+    return clock_offset(channel.peer.clock_offset, channel.peer.clock_error)
 
 
 class _Leg:

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["Marks", "TimeToFirstToken", "on_our_clock", "overlap", "time_to_first_token", "transfer_rate"]
+__all__ = [
+    "Marks",
+    "TimeToFirstToken",
+    "clock_offset",
+    "on_our_clock",
+    "overlap",
+    "time_to_first_token",
+    "transfer_rate",
+    "with_token_sent",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,15 @@ class TimeToFirstToken:
             "transfer_exposed": self.transfer_exposed,
             "first_decode": self.first_decode,
         }
+
+
+def clock_offset(estimate: float, error: float) -> float:
+    """A peer's clock minus ours, from the estimate of its handshake and that one's error bound.
+
+    An estimate that does not differ from zero by more than its error is taken as zero: processes of one
+    host share the clock, and those of two hosts, which count from their starts, differ by far more.
+    """
+    return estimate if abs(estimate) > error else 0.0
 
 
 def on_our_clock(peer_time: float, clock_offset: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -14,12 +15,12 @@ import torch
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.config import Config
-from kvferry.core.errors import ConfigError, ConnectError, RequestError
+from kvferry.core.errors import CapacityError, ConfigError, ConnectError, RequestError
 from kvferry.core.memory import MemoryStore
-from kvferry.core.spec import KVSpec
+from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.model import Model
-from kvferry.engine.paged_kv import PagedKV
+from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.process import listening
 from kvferry.engine.weights import load_model, revision
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 10.0
 """For a small message to a peer that reads."""
+
+_WARM_UP_SCOPE = KeyScope(salt=b"kvferry warm-up")
+_WARM_UP_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,16 @@ class Engine:
             max_prompt_tokens=self.max_model_len - 1,
         )
 
-    def status(self, role: str, *, running: int, waiting: int, streams: int, draining: bool) -> StatusReport:
+    def status(
+        self,
+        role: str,
+        *,
+        running: int,
+        waiting: int,
+        draining: bool,
+        streams: int = 0,
+        streams_nbytes: int = 0,
+    ) -> StatusReport:
         """How this worker stands."""
         stats = self.store.stats()
         return StatusReport(
@@ -80,12 +93,31 @@ class Engine:
             store_pinned_nbytes=stats.pinned_nbytes,
             store_quarantined_nbytes=stats.quarantined_nbytes,
             store_leases=stats.leases,
+            streams_nbytes=streams_nbytes,
         )
 
     def use_threads(self) -> None:
         """Give the calling thread, the model's, the number of threads that is configured."""
         if self.config.model.threads is not None:
             torch.set_num_threads(self.config.model.threads)
+
+    def warm_up(self) -> None:
+        """Pay now what the first request would pay: first passes of the model, memory of the store.
+
+        For the model's thread, before it is said that the worker is ready.
+        """
+        self.use_threads()
+        sequence = Sequence.allocate(self.kv, min(2 * self.kv.block_tokens, self.max_model_len))
+        try:
+            tokens = torch.zeros(sequence.capacity_tokens - 1, dtype=torch.int64)
+            self.model.forward(tokens, sequence)
+            self.model.forward(tokens[:1], sequence)
+        finally:
+            sequence.release()
+        namespace = self.store.namespace(self.spec, _WARM_UP_SCOPE)
+        key = namespace.keys([0] * self.kv.block_tokens)
+        with contextlib.suppress(CapacityError):  # too small for a block: requests will say so
+            namespace.reserve(key, parent=None, deadline=deadline_in(_WARM_UP_TIMEOUT_S)).abort()
 
 
 def load_engine(config: Config) -> Engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in, earliest, is_past
@@ -84,7 +84,7 @@ class DecodeWorker:
         self._kv_server = listen(
             _kv_url(config), "--kv-listen (decode.kv_listen)", config, _ROLE, self._serve_kv, name="decode-kv"
         )
-        self.kv_address = _with_options(self._kv_server.address, _kv_url(config))
+        self.kv_address = self._kv_server.address
         try:
             self._server = listen(
                 config.decode.listen, "--listen (decode.listen)", config, _ROLE, self._serve, name="decode"
@@ -137,6 +137,7 @@ class DecodeWorker:
             running=self._admission.running,
             waiting=self._admission.waiting,
             streams=len(self._streams),
+            streams_nbytes=self._streams.received_nbytes(),
             draining=self._draining,
         )
         answer(channel, incoming, report)
@@ -216,24 +217,22 @@ class DecodeWorker:
     @staticmethod
     def _await_layer(receiver: LayerReceiver, layer: int, watch: CancelWatch, deadline: float) -> None:
         while True:
+            watch.poll()
             try:
-                receiver.wait_layer(layer, earliest(deadline, deadline_in(POLL_S)))
+                return receiver.wait_layer(layer, earliest(deadline, deadline_in(POLL_S)))
             except TransferTimeoutError:
                 if is_past(deadline):
                     raise
-                watch.poll()
-            else:
-                return
 
     @staticmethod
     def _await_handoff(receiver: LayerReceiver, watch: CancelWatch, deadline: float) -> Handoff:
         while True:
+            watch.poll()
             try:
                 return receiver.wait(earliest(deadline, deadline_in(POLL_S)))
             except TransferTimeoutError:
                 if is_past(deadline):
                     raise
-                watch.poll()
 
     def _copy_layer(self, receiver: LayerReceiver, layer: int, sequence: Sequence, tokens: int) -> None:
         kv, size = self._engine.kv, self._engine.kv.block_tokens
@@ -306,13 +305,5 @@ def _kv_url(config: Config) -> str:
     """Where KV is taken: as configured, or any free port of the host that takes requests."""
     if config.decode.kv_listen is not None:
         return config.decode.kv_listen
-    host = parse_url(config.decode.listen)
-    return (
-        host.url.replace(host.host_port, host.host_port.rsplit(":", 1)[0] + ":0") if host.port else host.url
-    )
-
-
-def _with_options(address: str, url: str) -> str:
-    """The address that was bound, with the options (such as a rate) of the one that was asked for."""
-    options = url.partition("?")[2]
-    return f"{address}?{options}" if options and "?" not in address else address
+    address = parse_url(config.decode.listen)
+    return address.url if address.port is None else replace(address, port=0).url

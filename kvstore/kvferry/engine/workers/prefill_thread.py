@@ -22,6 +22,7 @@ __all__ = ["PrefillJob", "PrefillThread"]
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_WARM_UP_TIMEOUT_S = 60.0
 _JOIN_TIMEOUT_S = 10.0
 
 
@@ -56,7 +57,9 @@ class PrefillThread:
         self._current: PrefillJob | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-prefill-model", daemon=True)
+        self._warm = threading.Event()
         self._thread.start()
+        self._warm.wait(_WARM_UP_TIMEOUT_S)
 
     def submit(self, job: PrefillJob) -> None:
         """Put a job in line.
@@ -83,7 +86,12 @@ class PrefillThread:
             log.error("the model thread did not end within %g s", _JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        self._engine.use_threads()
+        try:
+            self._engine.warm_up()
+        except KVFerryError as error:
+            log.warning("warming up failed: %s", error)
+        finally:
+            self._warm.set()
         while (job := self._next()) is not None:
             try:
                 job.result = self._compute(job)

@@ -105,7 +105,6 @@ class PrefillWorker:
             _ROLE,
             running=self._admission.running,
             waiting=self._admission.waiting,
-            streams=0,
             draining=self._draining,
         )
         answer(channel, incoming, report)

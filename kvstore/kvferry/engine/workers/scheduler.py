@@ -20,6 +20,7 @@ __all__ = ["DecodeScheduler", "End", "Generation"]
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_WARM_UP_TIMEOUT_S = 60.0
 _JOIN_TIMEOUT_S = 10.0
 
 
@@ -79,7 +80,9 @@ class DecodeScheduler:
         self._incoming: deque[Generation] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-decode-model", daemon=True)
+        self._warm = threading.Event()
         self._thread.start()
+        self._warm.wait(_WARM_UP_TIMEOUT_S)
 
     def add(self, generation: Generation) -> None:
         """Take over a generation that is not finished yet.
@@ -103,7 +106,12 @@ class DecodeScheduler:
             log.error("the model thread did not end within %g s", _JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        self._engine.use_threads()
+        try:
+            self._engine.warm_up()
+        except KVFerryError as error:
+            log.warning("warming up failed: %s", error)
+        finally:
+            self._warm.set()
         running: list[Generation] = []
         while True:
             with self._changed:

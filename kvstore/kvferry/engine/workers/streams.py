@@ -77,6 +77,11 @@ class ExpectedStream:
                 raise self._error
             return self._receiver
 
+    def received_nbytes(self) -> int:
+        """Bytes of KV that have come so far."""
+        with self._changed:
+            return self._receiver.kv_nbytes if self._receiver is not None else 0
+
     def end(self) -> None:
         """Nobody waits any more: give up leases and slots, and cut the transfer if it still runs.
 
@@ -103,6 +108,12 @@ class StreamTable:
     def __len__(self) -> int:
         with self._lock:
             return len(self._expected)
+
+    def received_nbytes(self) -> int:
+        """Bytes of KV that the open streams have brought so far."""
+        with self._lock:
+            expected = list(self._expected.values())
+        return sum(one.received_nbytes() for one in expected)
 
     def expect(self, stream: str, prompt_tokens: int, scope: KeyScope, deadline: float) -> ExpectedStream:
         """Announce a stream.
