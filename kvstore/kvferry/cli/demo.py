@@ -23,7 +23,7 @@ def demo(
         Optional[Path],  # noqa: UP045  typer evaluates it
         typer.Option(metavar="FILE", help="A text to talk about instead of the Apache licence."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Longest answer, in tokens.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Longest answer, in tokens.")] = 48,
     repeat: Annotated[
         int, typer.Option(min=1, max=1000, metavar="N", help="Repeats, on cold caches; figures are medians.")
     ] = 1,

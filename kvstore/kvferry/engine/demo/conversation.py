@@ -23,8 +23,8 @@ __all__ = ["Chat", "PlainChat", "Script", "TemplateChat", "load_chat", "load_scr
 
 _PLACEHOLDER = "\u241fANSWER\u241f"  # survives any template; no text has it
 _LICENCE_QUESTIONS = (
-    "In two sentences: what does this licence let me do with the software?",
-    "And what must I do when I give a changed copy of it to others?",
+    "In two sentences: what does this licence let me do?",
+    "And what must I do when I give a changed copy to others?",
 )
 _FILE_QUESTIONS = (
     "In two sentences: what does this text say?",
@@ -55,14 +55,18 @@ class Script:
 
 
 def load_script(prompt_file: Path | None) -> Script:
-    """The Apache licence, or the text of ``prompt_file``.
+    """The terms of the Apache licence, a paragraph a line, or the text of ``prompt_file``.
 
     Raises:
         ConfigError: The file cannot be read as UTF-8 text, or is empty.
     """
     if prompt_file is None:
         packaged = importlib.resources.files("kvferry.engine.demo").joinpath("apache-2.0.txt")
-        return Script(packaged.read_text(encoding="utf-8").strip(), _LICENCE_QUESTIONS, may_be_cut=True)
+        # Without line breaks and appendix it is 1,900 tokens: models as small as the demo's, trained on
+        # 2,048, talk nonsense beyond.
+        terms = packaged.read_text(encoding="utf-8").partition("END OF TERMS AND CONDITIONS")[0]
+        paragraphs = [" ".join(paragraph.split()) for paragraph in terms.split("\n\n")]
+        return Script("\n\n".join(filter(None, paragraphs)), _LICENCE_QUESTIONS, may_be_cut=True)
     try:
         text = prompt_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -51,7 +51,7 @@ class DemoOptions:
 
     model: str = "smollm2"
     prompt_file: Path | None = None
-    max_tokens: int = 64
+    max_tokens: int = 48
     repeat: int = 1
     threads: int = 1
     chunk_tokens: int = 512
