@@ -25,7 +25,7 @@ from kvferry.engine.demo.tether import tethered
 
 __all__ = ["Child", "ChildError", "Processes", "termination_raises"]
 
-_READY = re.compile(rb"^ready (.*)$", re.MULTILINE)
+_READY = re.compile(rb"^ready\b(.*)\n", re.MULTILINE)
 _POLL_S = 0.02
 _PIPE_GRACE_S = 2.0
 _TAIL_LINES = 15

@@ -57,11 +57,14 @@ class SplitDeployment:
     Args:
         url: Of the gateway.
         check: Raises if one of the processes has ended; asked when a request fails.
+        transport: Another way to the gateway than TCP, for tests.
     """
 
-    def __init__(self, url: str, check: Callable[[], None]) -> None:
+    def __init__(
+        self, url: str, check: Callable[[], None], *, transport: httpx.BaseTransport | None = None
+    ) -> None:
         # No proxy from the environment: the gateway is on this machine.
-        self._http = httpx.Client(base_url=url, trust_env=False, timeout=30.0)
+        self._http = httpx.Client(base_url=url, trust_env=False, timeout=30.0, transport=transport)
         self._check = check
 
     def close(self) -> None:
