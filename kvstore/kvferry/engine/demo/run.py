@@ -59,7 +59,7 @@ class DemoOptions:
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     rate: str | None = None
     keep_logs: Path | None = None
-    seed: int | None = None
+    seed: int = 0
     temperature: float = 0.0
 
 
