@@ -205,7 +205,7 @@ class FaultyConnection(Connection):
             if self._left == 0:
                 if self._cut:
                     self._inner.send([data[: len(data) // 2]], deadline)
-                    self._inner.close()
+                    self._inner.abort()
                     raise ConnectionClosedError("cut by the test")
                 data[len(data) // 2] ^= 0x10
         self._inner.send([data], deadline)
