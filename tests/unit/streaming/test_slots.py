@@ -130,19 +130,50 @@ def test_a_block_removed_after_it_was_leased_is_received_again(store: MemoryStor
 
 
 def test_publish_with_an_expired_read_lease_publishes_nothing(spec: KVSpec, kv: PromptKV) -> None:
-    store = MemoryStore(1 << 20, lease_s=0.3)
+    """Also while the lease of the reserved slots still holds: a prompt with a hole is of no use."""
+    store = MemoryStore(1 << 20, lease_s=1.0)
     plain = store.namespace(spec)
     _save(plain, kv, 0)
     slots = BlockSlots(plain, kv.keys)
     slots.take(deadline_in(1))
-    _until_expired(store)
+    limit = deadline_in(10)
+    while store.stats().expired_leases == 0:
+        assert not is_past(limit)
+        assert slots._write is not None
+        slots._write.renew()
+        time.sleep(0.01)
+    assert store.stats().leases == 1
     with pytest.raises(LeaseExpiredError):
         slots.publish()
-    with pytest.raises(LeaseExpiredError):
-        slots.renew()
     assert plain.lookup(kv.keys).prefix == 1
     slots.give_up()
+    assert store.stats().leases == 0
     store.close()
+
+
+def test_an_expired_lease_is_not_renewed(spec: KVSpec, kv: PromptKV) -> None:
+    store = MemoryStore(1 << 20, lease_s=0.2)
+    slots = BlockSlots(store.namespace(spec), kv.keys)
+    slots.take(deadline_in(1))
+    _until_expired(store)
+    with pytest.raises(LeaseExpiredError):
+        slots.renew()
+    slots.give_up()
+    store.close()
+
+
+def test_slots_given_up_while_they_are_received_into_are_not_used_again(
+    store: MemoryStore, kv: PromptKV
+) -> None:
+    slots = BlockSlots(store.namespace(kv.spec), kv.keys)
+    slots.take(deadline_in(1))
+    with slots.writing():
+        slots.give_up()
+        stats = store.stats()
+        assert (stats.leases, stats.quarantined_nbytes) == (0, stats.used_nbytes)
+        assert stats.used_nbytes > 0
+    stats = store.stats()
+    assert (stats.quarantined_nbytes, stats.used_nbytes) == (0, 0)
 
 
 def test_a_release_too_late_says_so_and_gives_back(spec: KVSpec, kv: PromptKV) -> None:
