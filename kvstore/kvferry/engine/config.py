@@ -187,16 +187,20 @@ def _refuse_sliding_window(raw: _Json) -> None:
     remedy = "sliding windows are not supported, only full attention"
     kinds = raw.get("layer_types")
     if kinds is not None:
-        others = sorted({str(kind) for kind in kinds} - {"full_attention"})
-        if others:
-            raise UnsupportedModelError(f"layer_types has {', '.join(others)}; {remedy}")
+        others = {str(kind) for kind in kinds} if isinstance(kinds, list) else {repr(kinds)}
+        if not others <= {"full_attention"}:
+            raise UnsupportedModelError(
+                f"layer_types has {', '.join(sorted(others - {'full_attention'}))}; {remedy}"
+            )
         return
     window = raw.get("sliding_window")
-    # Qwen says by use_sliding_window whether it means it, and from which layer on; without that
-    # switch (Llama-like configs of other families) a window that is set is meant.
-    if window is None or not raw.get("use_sliding_window", raw.get("model_type") == "llama"):
+    llama = raw.get("model_type") == "llama"
+    # Qwen says by use_sliding_window whether it means it, and from which layer on; Llama has no such
+    # switch, so a window that is set is meant.
+    if window is None or not raw.get("use_sliding_window", llama):
         return
-    if raw.get("model_type") == "llama" or raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0):
+    full_layers = raw.get("max_window_layers", 28)
+    if llama or not isinstance(full_layers, int) or full_layers < _positive(raw, "num_hidden_layers"):
         raise UnsupportedModelError(f"sliding_window is {window!r} and in use; {remedy}")
 
 

@@ -31,7 +31,7 @@ _DEFAULT_KV_TOKENS = 8192
 
 
 class Generation:
-    """The answer to one prompt, token by token. An iterator; prefill runs with the first token.
+    """The answer to one prompt, token by token. Iterated over once; prefill runs with the first token.
 
     Attributes:
         tokens: Those that were drawn so far; a stop token is the last.
@@ -46,10 +46,15 @@ class Generation:
         self.prefill: PrefillResult | None = None
         self.started_at = time.monotonic()
         self.first_token_at = 0.0
-        self._steps = steps(self)
+        self._steps: Callable[[Generation], Iterator[int]] | None = steps
 
     def __iter__(self) -> Iterator[int]:
-        return self._steps
+        # The iterator refers to this object and not the other way round: a loop that is left early drops
+        # it at once, and with it the pages.
+        steps, self._steps = self._steps, None
+        if steps is None:
+            raise RuntimeError("a generation is iterated over once; ask the engine for another one")
+        return steps(self)
 
     @property
     def cached_tokens(self) -> int:
@@ -63,7 +68,7 @@ class Generation:
 
     def run(self) -> list[int]:
         """Generate to the end; returns all tokens."""
-        for _ in self._steps:
+        for _ in self:
             pass
         return self.tokens
 

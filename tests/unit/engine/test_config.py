@@ -114,6 +114,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
         "layer_types has sliding_attention; sliding windows are not supported",
     ),
+    ({"layer_types": 3}, "layer_types has 3; sliding windows are not supported"),
+    (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": None},
+        "sliding_window is 64 and in use",
+    ),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; supported: 1.0"),
     (
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

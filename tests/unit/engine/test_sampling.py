@@ -95,6 +95,7 @@ def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     first = _draws(Sampler(_random(seed=1)), 100)
     assert _draws(Sampler(_random(seed=1)), 100) == first
     assert _draws(Sampler(_random(seed=2)), 100) != first
+    assert _draws(Sampler(_random(seed=1 + 2**32)), 100) != first
     assert _draws(Sampler(_random(seed=-1)), 100) == _draws(Sampler(_random(seed=2**64 - 1)), 100)
 
 
