@@ -16,7 +16,7 @@ from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope
 from kvferry.engine.decode import DecodeSequence, FinishReason
 from kvferry.engine.paged_kv import PagedKV
-from kvferry.engine.prefill import PrefillResult, prefill, save_blocks
+from kvferry.engine.prefill import SAVE_WAIT_S, PrefillResult, prefill, save_blocks
 from kvferry.engine.sampling import check_sampling
 
 if TYPE_CHECKING:
@@ -160,15 +160,14 @@ class LocalEngine:
             sequence.grow(min(len(tokens) + sampling.max_tokens - 1, self.model.max_model_len))
             decode = DecodeSequence(self.model, sequence, result.first_token, result.sampler, sampling)
             generation.first_token_at = time.monotonic()
-            unsaved = True
             token: int | None = result.first_token
             while token is not None:
                 generation.tokens.append(token)
                 generation.finish_reason = decode.finish_reason
                 yield token
-                if unsaved:  # token 0 does not wait for it, as it does not in the split deployment
-                    save_blocks(self._namespace, sequence, self._namespace.keys(tokens), deadline=deadline)
-                    unsaved = False
+                if len(generation.tokens) == 1:  # as in a split deployment, token 0 does not wait for it
+                    until = min(deadline, deadline_in(SAVE_WAIT_S))
+                    save_blocks(self._namespace, sequence, self._namespace.keys(tokens), deadline=until)
                 if should_stop is not None and should_stop():
                     raise RequestCancelledError(
                         f"generation was cancelled after {len(generation.tokens)} tokens"

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from kvferry.engine.model import Model
     from kvferry.wire.messages import SamplingParams
 
-__all__ = ["Emit", "PrefillResult", "check_prompt", "prefill", "save_blocks"]
+__all__ = ["SAVE_WAIT_S", "Emit", "PrefillResult", "check_prompt", "prefill", "save_blocks"]
 
 Emit: TypeAlias = Callable[[Sequence, int, int, int], None]
 """``emit(sequence, layer, first_token, stop_token)``: that layer's KV of these tokens is in place."""
 
-_SAVE_WAIT_S = 0.1  # for room in the store: token 0 waits for it
+SAVE_WAIT_S = 0.1
+"""How long a prompt's blocks wait for room in the store; tokens wait with them."""
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def prefill(
         first_token = sampler.draw(logits)
         saved, problem = 0, None
         if namespace is not None and save:
-            wait_until = min(deadline, deadline_in(_SAVE_WAIT_S))
+            wait_until = min(deadline, deadline_in(SAVE_WAIT_S))
             saved, problem = save_blocks(namespace, sequence, keys, deadline=wait_until)
         return PrefillResult(
             sequence=sequence,
