@@ -136,11 +136,8 @@ def prefill(
         if namespace is not None:
             usable = keys[: (len(tokens) - 1) // kv.block_tokens]
             cached = _restore(namespace, usable, sequence, deadline) * kv.block_tokens
-        sequence.length = cached
-        if emit is not None and cached:
-            for layer in range(kv.num_layers):
-                emit(sequence, layer, 0, cached)
         run = _Run(model, sequence, emit, should_stop, deadline)
+        run.resume(cached)
         logits = run.compute(tokens, chunk_tokens)
         first_token = sampler.draw(logits)
         saved, problem = 0, None
@@ -178,6 +175,13 @@ class _Run:
         self._should_stop, self._deadline = should_stop, deadline
         self._first = self._stop = 0
         self.kv_written_at = 0.0
+
+    def resume(self, cached: int) -> None:
+        """Start behind ``cached`` tokens whose KV is in place, and say so."""
+        self._sequence.length = cached
+        if self._emit is not None and cached:
+            for layer in range(self._sequence.kv.num_layers):
+                self._emit(self._sequence, layer, 0, cached)
 
     def compute(self, tokens: Tokens, chunk_tokens: int) -> torch.Tensor:
         """Compute all tokens behind the sequence's length; returns the logits of the last one."""

@@ -21,6 +21,8 @@ from kvferry.engine.weights import DTYPES, expected_shapes
 
 __all__ = ["make_tiny"]
 
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
 
 def make_tiny(
     path: str | Path,
@@ -72,9 +74,7 @@ def make_tiny(
     if family not in FAMILIES or dtype not in DTYPES or shards < 1:
         raise ConfigError(f"no tiny model of family {family!r}, dtype {dtype!r} in {shards} shards")
     raw: dict[str, Any] = {
-        "architectures": [
-            {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
-        ],
+        "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": vocab,
         "hidden_size": hidden,
