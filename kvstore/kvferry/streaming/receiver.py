@@ -106,6 +106,14 @@ class LayerReceiver:
                 raise
 
     @property
+    def error(self) -> Exception | None:
+        """What ended the stream early, or ``None``.
+
+        Tells who polls :meth:`wait_layer` with short deadlines a late layer from a stream that timed out.
+        """
+        return self._error
+
+    @property
     def missing(self) -> frozenset[int]:
         """The full blocks that were not stored at :meth:`start` and are received."""
         return self._slots.missing if self._slots is not None else frozenset()

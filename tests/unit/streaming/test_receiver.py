@@ -219,8 +219,12 @@ def test_the_deadline_of_the_opening_holds(
 ) -> None:
     receiver = _opened(channel, end, kv, timeout_s=0.4)
     _put(channel, kv, 3, (0, 1, 2))
+    with pytest.raises(TransferTimeoutError):
+        receiver.wait_layer(0, deadline_in(0))
+    assert receiver.error is None, "only the wait has timed out"
     with pytest.raises(TransferTimeoutError, match="1 of 4 layers complete"):
         receiver.wait(deadline_in(10))
+    assert isinstance(receiver.error, TransferTimeoutError)
     _nothing_left(end, store, kv)
 
 
