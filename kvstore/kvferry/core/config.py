@@ -93,8 +93,10 @@ class ModelConfig(Section):
     name: str | None = Field(
         default=None, max_length=256, description="Its name in keys and answers; the folder's if none."
     )
-    revision: str | None = Field(
-        default=None, max_length=256, description="Its revision in keys; a hash of its files if none."
+    revision: str = Field(
+        default="auto",
+        max_length=256,
+        description="Its revision in keys; auto: a hash of its files; empty: not given, keyed by name only.",
     )
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32", description="What the model computes in."

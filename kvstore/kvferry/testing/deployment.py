@@ -61,7 +61,7 @@ class SplitDeployment:
     def __enter__(self) -> SplitDeployment:
         try:
             loopback = "tcp://127.0.0.1:0"
-            self.decode = self._start("decode", "--listen", loopback, *self._words, *self._decode_words)
+            self.decode = self.start_decode(loopback)
             self.prefill = self.start_prefill(loopback)
             ready = self.decode.wait_ready()
             self.addresses |= {"decode": ready["listen"], "kv": ready["kv"]}
@@ -80,6 +80,10 @@ class SplitDeployment:
 
     def _start(self, *words: str) -> Command:
         return self._stack.enter_context(Command(*words))
+
+    def start_decode(self, listen: str) -> Command:
+        """Start a decode worker at ``listen``; the caller waits until it is ready."""
+        return self._start("decode", "--listen", listen, *self._words, *self._decode_words)
 
     def start_prefill(self, listen: str) -> Command:
         """Start a prefill worker at ``listen``; the caller waits until it is ready."""
@@ -170,15 +174,15 @@ class SplitDeployment:
         """How the ``prefill`` or ``decode`` worker stands."""
         return self.call(role, Status(), StatusReport)
 
-    def wait_idle(self, timeout_s: float) -> None:
-        """Wait until both workers hold nothing: all paged blocks free, no lease, no stream, no request.
+    def wait_idle(self, timeout_s: float, roles: Sequence[str] = ("prefill", "decode")) -> None:
+        """Wait until workers hold nothing: all paged blocks free, no lease, no stream, no request.
 
         Raises:
-            TransferTimeoutError: If that is not so in time; with both states.
+            TransferTimeoutError: If that is not so in time; with their states.
         """
         deadline = deadline_in(timeout_s)
         while True:
-            found = [self.status(role) for role in ("prefill", "decode")]
+            found = [self.status(role) for role in roles]
             if all(map(is_idle, found)):
                 return
             if is_past(deadline):

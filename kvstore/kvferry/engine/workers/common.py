@@ -133,7 +133,7 @@ def load_engine(config: Config) -> Engine:
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     model = load_model(path, getattr(torch, config.model.dtype), "cpu")
-    found = revision(path) if config.model.revision is None else config.model.revision
+    found = revision(path) if config.model.revision == "auto" else config.model.revision
     if not found:
         log.warning("model %s has no revision: entries are keyed by name only", name)
     kv = _paged_kv(config, model)
