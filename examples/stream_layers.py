@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.core import DType, KVSpec, LayerSpec, TensorSpec, deadline_in
 from kvferry.core.memory import MemoryStore
@@ -26,6 +27,17 @@ def make_spec() -> KVSpec:
     shape = (BLOCK_TOKENS, HEADS, HEAD_DIM)
     layer = LayerSpec((TensorSpec("k", shape, DType.FLOAT16), TensorSpec("v", shape, DType.FLOAT16)))
     return KVSpec(model="example", revision="1", layers=(layer,) * LAYERS, block_tokens=BLOCK_TOKENS)
+
+
+def use_layers(receiver: LayerReceiver, kv: npt.NDArray[np.float16]) -> int:
+    """The decode side: each layer can be used as soon as it is there. Compares it with what was sent."""
+    for layer in range(LAYERS):
+        receiver.wait_layer(layer, deadline_in(10))
+        for block, first in enumerate(range(0, PROMPT_TOKENS, BLOCK_TOKENS)):
+            got = np.frombuffer(receiver.view(layer, block), np.uint16)
+            sent = kv[layer, :, first : first + BLOCK_TOKENS].reshape(-1).view(np.uint16)
+            assert np.array_equal(got, sent), f"layer {layer} of block {block} differs"
+    return receiver.wait(deadline_in(10)).first_token
 
 
 def main() -> None:
@@ -71,15 +83,8 @@ def main() -> None:
         )
         done = sender.finish(handoff, deadline_in(30))
 
-    # The decode side: each layer can be used as soon as it is there.
     with streams.get(timeout=10) as receiver:
-        for layer in range(LAYERS):
-            receiver.wait_layer(layer, deadline_in(10))
-            for block, first in enumerate(range(0, PROMPT_TOKENS, BLOCK_TOKENS)):
-                got = np.frombuffer(receiver.view(layer, block), np.float16)
-                sent = kv[layer, :, first : first + BLOCK_TOKENS].reshape(-1)
-                assert np.array_equal(got.view(np.uint16), sent.view(np.uint16)), (layer, block)
-        token = receiver.wait(deadline_in(10)).first_token
+        token = use_layers(receiver, kv)
 
     print(f"streamed {LAYERS} layers of {PROMPT_TOKENS} tokens over {server.address}: every byte as sent")
     print(f"{done.kv_nbytes} bytes, {done.kv_nbytes / done.wire_s / 1e9:.2f} GB/s while on the wire")
