@@ -8,11 +8,12 @@ address. The KV is random: an engine would pass views of its paged cache instead
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core import DType, KVSpec, LayerSpec, TensorSpec, deadline_in
+from kvferry.core import Buf, DType, KVSpec, LayerSpec, TensorSpec, deadline_in
 from kvferry.core.memory import MemoryStore
 from kvferry.streaming import LayerReceiver, LayerSender
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
@@ -27,6 +28,13 @@ def make_spec() -> KVSpec:
     shape = (BLOCK_TOKENS, HEADS, HEAD_DIM)
     layer = LayerSpec((TensorSpec("k", shape, DType.FLOAT16), TensorSpec("v", shape, DType.FLOAT16)))
     return KVSpec(model="example", revision="1", layers=(layer,) * LAYERS, block_tokens=BLOCK_TOKENS)
+
+
+def blocks_of(layer: npt.NDArray[np.float16]) -> list[tuple[int, Sequence[Buf]]]:
+    """The K and V rows of each block of a layer, as views; of the last, partial block the rows there are."""
+    k, v = layer
+    starts = range(0, PROMPT_TOKENS, BLOCK_TOKENS)
+    return [(b, (k[i : i + BLOCK_TOKENS], v[i : i + BLOCK_TOKENS])) for b, i in enumerate(starts)]
 
 
 def use_layers(receiver: LayerReceiver, kv: npt.NDArray[np.float16]) -> int:
@@ -72,12 +80,7 @@ def main() -> None:
         missing = sender.begin("request-1", keys, tail_tokens, deadline=deadline_in(30))
         for layer in range(LAYERS):
             # ... here the model would compute this layer, while the one before is on its way ...
-            k, v = kv[layer]
-            blocks = []
-            for block, first in enumerate(range(0, PROMPT_TOKENS, BLOCK_TOKENS)):
-                rows = slice(first, first + BLOCK_TOKENS)  # of the last, partial block: the rows there are
-                blocks.append((block, (k[rows], v[rows])))
-            sender.put_layer(layer, blocks)  # only queues views; nothing is copied, nothing waits
+            sender.put_layer(layer, blocks_of(kv[layer]))  # queues views: nothing is copied or waits
         handoff = Handoff(
             prompt_tokens=PROMPT_TOKENS, cached_tokens=0, first_token=42, sampling=SamplingParams()
         )
