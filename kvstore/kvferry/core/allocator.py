@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 
 from kvferry.core.errors import StoreError
@@ -27,7 +28,7 @@ class PageAllocator:
         self._free: dict[int, int] = {0: pages} if pages else {}  # start -> length
         self._stops: dict[int, int] = {pages: 0} if pages else {}  # stop -> start
         self._by_size: list[tuple[int, int]] = [(pages, 0)] if pages else []
-        self._used: dict[int, int] = {}
+        self._used = array("I", bytes(4 * pages))  # length of the run handed out at each page, else 0
 
     @property
     def largest_run(self) -> int:
@@ -40,7 +41,7 @@ class PageAllocator:
 
     def length(self, start: int) -> int | None:
         """Pages of the run handed out at ``start``, ``None`` if there is none."""
-        return self._used.get(start)
+        return self._used[start] or None if 0 <= start < self.pages else None
 
     def allocate(self, pages: int) -> int | None:
         """First page of a run of ``pages`` pages, or ``None`` if no free run is long enough.
@@ -67,9 +68,10 @@ class PageAllocator:
         Raises:
             StoreError: If no run was handed out at ``start``; nothing changes.
         """
-        pages = self._used.pop(start, None)
+        pages = self.length(start)
         if pages is None:
             raise StoreError(f"page {start} starts no slot in use; it was freed already or never handed out")
+        self._used[start] = 0
         self.free_pages += pages
         length = pages
         stop = start + length

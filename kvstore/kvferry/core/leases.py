@@ -148,7 +148,7 @@ class SlotLease:
     @property
     def slot_nbytes(self) -> int:
         """Bytes of the slots, in whole pages."""
-        return sum(slot.slot_nbytes for slot in self.slots)
+        return len(self.slots) * self.slots[0].slot_nbytes if self.slots else 0  # all of one spec
 
     def ticket(self) -> LeaseTicket:
         """The lease as plain data."""

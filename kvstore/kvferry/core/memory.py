@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.core.arena import Arena, ArenaLayout
 from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
 from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError, StoreError
+from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import LeaseState, SlotLease, SlotReadLease, SlotWriteLease
 from kvferry.core.memory_namespace import MemoryNamespace
@@ -28,8 +29,9 @@ _DEFAULT_SCOPE = KeyScope()
 class MemoryStore:
     """Blocks in host memory of one tenant. Thread safe; has no threads of its own.
 
-    Eviction follows :mod:`kvferry.core.chains`. Leases and pins past their deadline are ended by
-    whichever call comes next, so a store that nobody uses still shows nothing pinned in ``stats``.
+    Eviction spares the heads of chains, see :mod:`kvferry.core.eviction`. Leases and pins past their
+    deadline are ended by whichever call comes next, so a store that nobody uses still shows nothing
+    pinned in ``stats``.
 
     Args:
         capacity_nbytes: Hard bound of the arena; memory is taken as it is needed.
@@ -38,6 +40,7 @@ class MemoryStore:
         write_quota_nbytes: Most bytes that one session may have reserved and in quarantine together;
             the whole capacity if not given.
         session: Owner of the leases taken through the store itself; one of its own if not given.
+        eviction: Makes the policy of what is evicted first, from the capacity in bytes.
 
     Raises:
         ConfigError: If the capacity is above available memory, or a value cannot be used.
@@ -51,6 +54,7 @@ class MemoryStore:
         lease_s: float = 30.0,
         write_quota_nbytes: int | None = None,
         session: Session | None = None,
+        eviction: Callable[[int], EvictionPolicy] = LRUPolicy,
     ) -> None:
         if not lease_s > 0:
             raise ConfigError(f"lease_s is {lease_s}, must be above 0")
@@ -61,7 +65,7 @@ class MemoryStore:
         self.arena = Arena(capacity_nbytes, tenant=tenant)
         self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
         self._cond = threading.Condition(threading.Lock())
-        self._pool = BlockPool(self.arena, self)
+        self._pool = BlockPool(self.arena, self, eviction(self.arena.capacity_nbytes))
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
         self._lookups = 0
@@ -271,7 +275,10 @@ class MemoryStore:
     ) -> SlotWriteLease | None:
         ns = namespace.namespace_id
         slots = self._pool.allocate(
-            len(missing), namespace.spec.block_nbytes, lambda: self._extended_chain(ns, parents)
+            len(missing),
+            namespace.spec.block_nbytes,
+            namespace.slot_nbytes,
+            lambda: self._extended_chain(ns, parents),
         )
         if slots is None:
             return None
@@ -287,7 +294,7 @@ class MemoryStore:
         index = self._pool.indexes.get(ns)
         if index is None or not parents:
             return set()
-        found = {b for k in parents if (b := index.blocks.get(k)) is not None}
+        found = {b for k in parents if (b := index.entries.get(k)) is not None}
         return found.union(index.chain(next(iter(parents.values()))))
 
     def _quota_shortage(self, namespace: MemoryNamespace, count: int) -> tuple[str, bool] | None:
@@ -309,8 +316,8 @@ class MemoryStore:
         pool, arena = self._pool, self.arena
         needed = count * namespace.slot_nbytes
         chain = self._extended_chain(namespace.namespace_id, parents)
-        chain_nbytes = sum(b.slot.slot_nbytes for b in chain)
-        chain_held = sum(b.slot.slot_nbytes for b in chain if b.holds)
+        chain_nbytes = len(chain) * namespace.slot_nbytes
+        chain_held = sum(b.nbytes for b in chain if b.holds)
         others_held = self._pinned_nbytes() + pool.quarantined_nbytes - chain_held
         message = (
             f"no room for {count} blocks of {namespace.spec.block_nbytes} bytes, asked {needed} bytes in "
@@ -347,8 +354,8 @@ class MemoryStore:
             index = self._pool.indexes.get(ns)
             if index is None:
                 return 0
-            chosen = dict.fromkeys(index.blocks if keys is None else keys)
-            blocks = [b for k in chosen if (b := index.blocks.get(k)) is not None]
+            chosen = dict.fromkeys(index.entries if keys is None else keys)
+            blocks = [b for k in chosen if (b := index.entries.get(k)) is not None]
             for block in blocks:
                 self._pool.forget(block)
             self._cond.notify_all()

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.arena import Arena
-from kvferry.core.chains import Block, BlockIndex, ChainLRU
+from kvferry.core.chains import Block, ChainIndex
+from kvferry.core.errors import StoreError
+from kvferry.core.eviction import Entry, EvictionPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import LeaseOwner, LeaseState, LeaseTable, SlotReadLease, SlotWriteLease
 from kvferry.core.segments import Slot
@@ -32,18 +34,22 @@ class Fill:
 
 
 class BlockPool:
-    """Index, order of eviction, leases, pins and quarantine over ``arena``.
+    """Index, leases, pins and quarantine over ``arena``; what goes first is the policy's to say.
 
     Attributes:
-        held_nbytes: Stored blocks under a read lease or pin.
-        forgotten_nbytes: Removed blocks that a read lease still holds.
+        held_nbytes: Stored blocks under a read lease or pin, or being copied.
+        forgotten_nbytes: Removed blocks that somebody still holds.
         quarantined_nbytes: Slots of write leases that are over but may still be written.
         stored_nbytes: All stored blocks. All four count whole slots.
+        leaving_nbytes: Stored blocks that go as soon as a copy of them is made; part of ``held_nbytes``.
+        may_leave: Asked before a block is evicted. ``False`` says that it is being copied to a slower
+            tier first: it holds the block, and calls :meth:`left` in the end.
     """
 
-    def __init__(self, arena: Arena, owner: LeaseOwner) -> None:
+    def __init__(self, arena: Arena, owner: LeaseOwner, policy: EvictionPolicy) -> None:
         self.arena = arena
-        self.indexes: dict[bytes, BlockIndex] = {}
+        self.indexes: dict[bytes, ChainIndex[Block]] = {}
+        self.policy = policy
         self.reads: LeaseTable[SlotReadLease] = LeaseTable()
         self.writes: LeaseTable[SlotWriteLease] = LeaseTable()
         self.entries = 0
@@ -51,15 +57,17 @@ class BlockPool:
         self.forgotten_nbytes = 0
         self.stored_nbytes = 0
         self.quarantined_nbytes = 0
+        self.leaving_nbytes = 0
         self.saved_blocks = 0
         self.evicted_blocks = 0
         self.expired_leases = 0
+        self.may_leave: Callable[[Block], bool] | None = None
         self._owner = owner
-        self._lru = ChainLRU()
         self._read_blocks: dict[str, tuple[Block, ...]] = {}
         self._fills: dict[str, Fill] = {}
         self._in_quarantine: set[str] = set()
         self._pins: list[tuple[float, int, Block]] = []
+        self._pinned_until: dict[Block, float] = {}
         self._numbers = itertools.count()
         self._lease_prefix = uuid.uuid4().hex[:12]
 
@@ -78,13 +86,17 @@ class BlockPool:
     def get(self, namespace_id: bytes, key: BlockKey) -> Block | None:
         """The stored block of that key."""
         index = self.indexes.get(namespace_id)
-        return None if index is None else index.blocks.get(key)
+        return None if index is None else index.entries.get(key)
 
     def prefix(self, namespace_id: bytes, keys: Iterable[BlockKey]) -> list[Block]:
         """The longest stored prefix of ``keys``."""
+        index = self.indexes.get(namespace_id)
         found: list[Block] = []
+        if index is None:
+            return found
+        get = index.entries.get
         for key in keys:
-            block = self.get(namespace_id, key)
+            block = get(key)
             if block is None:
                 break
             found.append(block)
@@ -92,17 +104,37 @@ class BlockPool:
 
     def touch(self, head_to_tail: Sequence[Block]) -> None:
         """Count the blocks as used now."""
-        self._lru.accessed(reversed(head_to_tail))
+        self.policy.accessed(reversed(head_to_tail))
+
+    def add(self, block: Block) -> None:
+        """Store a block whose key is not stored, as used now; tails come before their parents."""
+        block.index.add(block)
+        block.stored = True
+        self.entries += 1
+        self.stored_nbytes += block.nbytes
+        if block.holds:
+            self.held_nbytes += block.nbytes
+            self.forgotten_nbytes -= block.nbytes
+        self.policy.inserted(block)
+
+    def index(self, namespace_id: bytes, slot_nbytes: int) -> ChainIndex[Block]:
+        """The index of a namespace, made if there is none."""
+        found = self.indexes.get(namespace_id)
+        if found is None:
+            found = self.indexes[namespace_id] = ChainIndex(namespace_id, slot_nbytes)
+        return found
 
     def forget(self, block: Block) -> None:
         """Take a stored block out of the index; its slot is used again when nobody holds it."""
-        if block.pinned_until:
-            block.pinned_until = 0.0
-            self._drop_hold(block)
-        nbytes = block.slot.slot_nbytes
+        self.unpin(block)
+        nbytes = block.nbytes
         index = block.index
-        self._lru.removed(index.discard(block))
-        if not index.blocks:
+        tail = index.discard(block)
+        block.stored = False
+        self.policy.removed(block)
+        if tail is not None:
+            self.policy.released(tail)
+        if not index.entries:
             del self.indexes[index.namespace_id]
         self.entries -= 1
         self.stored_nbytes -= nbytes
@@ -112,64 +144,72 @@ class BlockPool:
         else:
             self.arena.free(block.slot)
 
-    def _add_hold(self, block: Block) -> None:
+    def hold(self, block: Block) -> None:
+        """Keep a block's bytes in place until :meth:`drop`."""
         block.holds += 1
         if block.holds == 1 and block.stored:
-            self.held_nbytes += block.slot.slot_nbytes
+            self.held_nbytes += block.nbytes
         elif block.holds == 1:
-            self.forgotten_nbytes += block.slot.slot_nbytes
+            self.forgotten_nbytes += block.nbytes
 
-    def _drop_hold(self, block: Block) -> None:
+    def drop(self, block: Block) -> None:
+        """End one :meth:`hold`."""
+        if block.holds < 1:
+            raise StoreError(f"block {block.key[:8].hex()}… of {block.slot} is dropped more than it was held")
         block.holds -= 1
         if block.holds:
             return
         if block.stored:
-            self.held_nbytes -= block.slot.slot_nbytes
-            self._lru.unheld(block)
+            self.held_nbytes -= block.nbytes
+            self.policy.released(block)
         else:
-            self.forgotten_nbytes -= block.slot.slot_nbytes
+            self.forgotten_nbytes -= block.nbytes
             self.arena.free(block.slot)
 
     # ---- pins --------------------------------------------------------------------------------
 
     def pin(self, block: Block, until: float) -> None:
         """Hold a stored block at least until ``until``."""
-        if not block.pinned_until:
-            self._add_hold(block)
+        before = self._pinned_until.get(block)
+        if before is None:
+            self.hold(block)
             heapq.heappush(self._pins, (until, next(self._numbers), block))
-        block.pinned_until = max(block.pinned_until, until)
+        self._pinned_until[block] = until if before is None else max(before, until)
 
     def unpin(self, block: Block) -> None:
         """End the pin of a block, if it has one."""
-        if block.pinned_until:
-            block.pinned_until = 0.0
-            self._drop_hold(block)
+        if self._pinned_until and self._pinned_until.pop(block, None) is not None:
+            self.drop(block)
 
     def _end_due_pins(self, now: float) -> None:
         while self._pins and self._pins[0][0] <= now:
             _, number, block = heapq.heappop(self._pins)
-            if block.pinned_until > now:  # pinned again since, for longer
-                heapq.heappush(self._pins, (block.pinned_until, number, block))
+            until = self._pinned_until.get(block, 0.0)
+            if until > now:  # pinned again since, for longer
+                heapq.heappush(self._pins, (until, number, block))
             else:
                 self.unpin(block)
 
     # ---- room --------------------------------------------------------------------------------
 
-    def allocate(self, count: int, nbytes: int, protect: Callable[[], set[Block]]) -> list[Slot] | None:
-        """Slots for ``count`` blocks, or ``None`` with nothing taken; evicts only if that can suffice."""
+    def allocate(
+        self, count: int, nbytes: int, slot_nbytes: int, protect: Callable[[], set[Block]]
+    ) -> list[Slot] | None:
+        """Slots for ``count`` blocks, or ``None`` with nothing taken.
+
+        Evicts only if that can suffice. Blocks that are copied first give their room later, which the
+        caller learns from :attr:`leaving_nbytes`.
+        """
         slots: list[Slot] = []
-        needed = count * Slot(0, 0, nbytes, 0).slot_nbytes
+        needed = count * slot_nbytes
         if needed <= self.arena.free_nbytes:
             self._fill(slots, count, nbytes)
         if len(slots) < count:
             protected = protect()
-            spared = sum(b.slot.slot_nbytes for b in protected if not b.holds)
-            taken = sum(slot.slot_nbytes for slot in slots)
-            evictable = self.stored_nbytes - self.held_nbytes - spared
-            if needed <= self.arena.free_nbytes + taken + evictable:
-                for _ in self._evictions(protected):
-                    if self._fill(slots, count, nbytes):
-                        break
+            spared = sum(b.nbytes for b in protected if not b.holds)
+            evictable = self.stored_nbytes - self.held_nbytes - spared + self.leaving_nbytes
+            if needed <= self.arena.free_nbytes + len(slots) * slot_nbytes + evictable:
+                self._evict_for(slots, count, nbytes, protected)
         if len(slots) == count:
             return slots
         for slot in slots:
@@ -184,20 +224,40 @@ class BlockPool:
             slots.append(slot)
         return True
 
-    def _evictions(self, protected: set[Block]) -> Iterator[None]:
-        """Evict one block before each step; ends when nothing is left to evict."""
-        inner: Iterator[Block] | None = None
-        while True:
-            victim = self._lru.victim(protected)
-            if victim is None:
-                if inner is None:
-                    inner = self._lru.inner_victims(list(self.indexes.values()), protected)
-                victim = next(inner, None)
-            if victim is None:
-                return
-            self.forget(victim)
-            self.evicted_blocks += 1
+    def _evict_for(self, slots: list[Slot], count: int, nbytes: int, protected: set[Block]) -> None:
+        def pinned(entry: Entry) -> bool:
+            assert isinstance(entry, Block)
+            return entry.holds > 0 or entry in protected
+
+        steps = self.evictions(pinned)
+        while (count - len(slots)) * nbytes > self.leaving_nbytes:  # else enough is on its way out
+            if next(steps, False) is False or self._fill(slots, count, nbytes):
+                break
+        for block in protected:
+            if block.stored:
+                self.policy.released(block)
+
+    def evictions(self, pinned: Callable[[Entry], bool]) -> Iterator[None]:
+        """Evict one block, or begin to, before each step; ends when nothing is left to evict."""
+        for victim in self.policy.victims(self.arena.capacity_nbytes, pinned):
+            assert isinstance(victim, Block)
+            if self.may_leave is None or self.may_leave(victim):
+                self.forget(victim)
+                self.evicted_blocks += 1
             yield
+
+    def leave(self, block: Block) -> None:
+        """Hold a stored block that goes when its copy is made; ends with :meth:`left`."""
+        self.hold(block)
+        self.leaving_nbytes += block.nbytes
+
+    def left(self, block: Block, *, go: bool) -> None:
+        """The copy that :meth:`leave` waited for is over; with ``go`` evict unless somebody holds it now."""
+        self.leaving_nbytes -= block.nbytes
+        self.drop(block)
+        if go and block.stored and not block.holds:
+            self.forget(block)
+            self.evicted_blocks += 1
 
     # ---- leases ------------------------------------------------------------------------------
 
@@ -216,7 +276,10 @@ class BlockPool:
         )
         if blocks:
             for block in blocks:
-                self._add_hold(block)
+                if block.holds and block.stored:
+                    block.holds += 1
+                else:
+                    self.hold(block)
             self._read_blocks[lease.lease_id] = tuple(blocks)
             self.reads.add(lease)
         return lease
@@ -226,7 +289,7 @@ class BlockPool:
         lease.state, lease.reason = state, reason
         if self.reads.discard(lease):
             for block in self._read_blocks.pop(lease.lease_id):
-                self._drop_hold(block)
+                self.drop(block)
 
     def open_write(
         self, session: Session, spec: KVSpec, fill: Fill, keys: Sequence[BlockKey], slots: Sequence[Slot],
@@ -261,19 +324,11 @@ class BlockPool:
         if not self.writes.discard(lease):
             return []
         fill = self._fills.pop(lease.lease_id)
-        index = self.indexes.setdefault(fill.namespace_id, BlockIndex(fill.namespace_id))
-        blocks: list[Block] = []
-        for key, parent, slot in zip(lease.keys, fill.parents, lease.slots, strict=True):
-            block = Block(index, key, parent, slot)
-            blocks.append(block)
-            if key in index.blocks:  # somebody else was first: equal keys name equal bytes
-                continue
-            index.add(block)
-            self.entries += 1
-            self.stored_nbytes += slot.slot_nbytes
-        for block in reversed(blocks):
-            if block.stored:
-                self._lru.inserted(block)
+        index = self.index(fill.namespace_id, lease.slots[0].slot_nbytes)
+        blocks = [Block(index, *b) for b in zip(lease.keys, fill.parents, lease.slots, strict=True)]
+        for block in reversed(blocks):  # somebody else may have been first: equal keys name equal bytes
+            if block.key not in index.entries:
+                self.add(block)
                 self.saved_blocks += 1
         return blocks
 

@@ -161,16 +161,6 @@ def test_room_that_is_free_but_in_pieces_is_not_enough() -> None:
     assert save_blocks(big, big.keys([1] * 8)) == 2
 
 
-def test_lazy_entries_do_not_pile_up() -> None:
-    store = MemoryStore(4 * N)
-    ns = store.namespace(SPEC)
-    keys = chain(ns, 1, 2)
-    save_blocks(ns, keys)
-    for _ in range(500):
-        ns.load(keys, deadline=deadline_in(1)).release()
-    assert len(store._pool._lru._tails) <= 4 * 2 + 64 + 1
-
-
 def test_everything_is_refused_after_close() -> None:
     store = MemoryStore(4 * N)
     ns = store.namespace(SPEC)
