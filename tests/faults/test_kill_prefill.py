@@ -23,7 +23,9 @@ from kvferry.wire.messages import SamplingParams, StatusReport
 
 LAYERS = 8
 PROMPT = np.random.default_rng(4).integers(0, 256, 500).tolist()
-KV_NBYTES = len(PROMPT) * LAYERS * 2 * 2 * 32 * 4
+SHORT = np.random.default_rng(5).integers(0, 256, 32).tolist()
+TOKEN_NBYTES = LAYERS * 2 * 2 * 32 * 4
+KV_NBYTES = len(PROMPT) * TOKEN_NBYTES
 NOTICED_S = 5.0
 """Within 1 s on a quiet machine."""
 
@@ -86,7 +88,11 @@ def wait_for(split: SplitDeployment, role: str, expected: StatusReport) -> None:
 def test_a_killed_prefill_worker_leaves_nothing_and_its_successor_is_found(
     split: SplitDeployment, expected: list[int]
 ) -> None:
+    short = split.complete(SHORT, max_tokens=4)["kvferry"]
+    assert short["kv_nbytes"] == len(SHORT) * TOKEN_NBYTES
+    split.wait_idle(NOTICED_S)
     before = split.status("decode")
+    assert before.store_entries == len(SHORT) // 16
     asking = Asking(split)
     split.prefill.process.kill()
     status, answer = asking.answer()
@@ -94,7 +100,6 @@ def test_a_killed_prefill_worker_leaves_nothing_and_its_successor_is_found(
     assert answer["error"]["type"] == "upstream_error"
     # Nothing partial is visible, and everything that was reserved is back.
     wait_for(split, "decode", before)
-    assert before.store_entries == 0
     assert "Traceback" not in split.decode.err
     assert split.get("/live")[0] == 200
     status, answer = split.ask({"prompt": PROMPT, "max_tokens": 8})
@@ -103,6 +108,10 @@ def test_a_killed_prefill_worker_leaves_nothing_and_its_successor_is_found(
     split.prefill = split.start_prefill(split.addresses["prefill"])
     assert split.prefill.wait_ready()["listen"] == split.addresses["prefill"]
     split.wait_ready()
+    # The new worker computes all of it again; decode, which has it, asks for nothing.
+    again = split.complete(SHORT, max_tokens=4)["kvferry"]
+    assert again["token_ids"] == short["token_ids"]
+    assert (again["computed_tokens"], again["cached_tokens"], again["kv_nbytes"]) == (len(SHORT), 0, 0)
     figures = split.complete(PROMPT, max_tokens=8)["kvferry"]
     assert figures["token_ids"] == expected
     assert figures["kv_nbytes"] == KV_NBYTES  # decode had kept nothing of the first try

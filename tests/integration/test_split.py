@@ -179,9 +179,7 @@ def test_salts_share_nothing(split: SplitDeployment) -> None:
     assert split.complete(prompt, max_tokens=1, cache_salt="one")["kvferry"]["cached_tokens"] == 48
 
 
-def test_what_decode_holds_already_is_not_sent(split: SplitDeployment, other: dict[str, str]) -> None:
-    """A second prefill worker would compute everything anew; decode asks it only for what is missing."""
-    del other
+def test_what_decode_holds_already_is_not_sent(split: SplitDeployment) -> None:
     prompt = prompt_of(64, seed=5)
     first = split.complete(prompt, max_tokens=2, cache_salt="held")["kvferry"]
     again = split.complete(prompt, max_tokens=2, cache_salt="held")["kvferry"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
 import threading
 from types import FrameType
 
+from kvferry.core.address import parse_url
 from kvferry.core.errors import ConfigError, ConnectError
 
-__all__ = ["StopSignal", "listening", "print_ready"]
+__all__ = ["StopSignal", "listening", "print_ready", "warn_if_open"]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,19 @@ def print_ready(role: str, **fields: object) -> None:
     """
     words = [f"role={role}", *(f"{k}={str(v).replace(' ', '_')}" for k, v in fields.items())]
     print("ready", *words, flush=True)
+
+
+def warn_if_open(url: str) -> None:
+    """Say it if an address can be reached from other hosts: nothing asks for a credential yet."""
+    address = parse_url(url, default_port=0)
+    if address.scheme in ("unix", "inproc") or address.host == "localhost":
+        return
+    try:
+        inside = ipaddress.ip_address(address.host.partition("%")[0]).is_loopback
+    except ValueError:
+        inside = False
+    if not inside:
+        log.warning("%s is no loopback address: whoever reaches it can use it, there are no credentials", url)
 
 
 def listening(error: ConnectError, url: str, option: str) -> ConfigError:

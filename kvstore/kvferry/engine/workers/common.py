@@ -21,7 +21,7 @@ from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.model import Model
 from kvferry.engine.paged_kv import PagedKV, Sequence
-from kvferry.engine.process import listening
+from kvferry.engine.process import listening, warn_if_open
 from kvferry.engine.weights import load_model, revision
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
@@ -132,7 +132,7 @@ def load_engine(config: Config) -> Engine:
     name = config.model.name or path.resolve().name
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
-    model = load_model(path, getattr(torch, config.model.dtype), "cpu")
+    model = load_model(path, config.model.dtype)
     found = revision(path) if config.model.revision == "auto" else config.model.revision
     if not found:
         log.warning("model %s has no revision: entries are keyed by name only", name)
@@ -143,13 +143,12 @@ def load_engine(config: Config) -> Engine:
 
 
 def _paged_kv(config: Config, model: Model) -> PagedKV:
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
     shape, block_tokens = model.config, config.model.block_tokens
-    one = PagedKV(shape, num_blocks=1, block_tokens=block_tokens, dtype=dtype).nbytes
+    one = PagedKV(shape, num_blocks=1, block_tokens=block_tokens, dtype=model.dtype).nbytes
     num_blocks = config.kv.num_blocks or config.kv.memory // one
     if num_blocks < 1:
         raise ConfigError(f"kv.memory is {config.kv.memory} bytes, one block of this model needs {one}")
-    return PagedKV(shape, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype)
+    return PagedKV(shape, num_blocks=num_blocks, block_tokens=block_tokens, dtype=model.dtype)
 
 
 def _max_model_len(config: Config, shape: ModelConfig, kv: PagedKV) -> int:
@@ -197,6 +196,7 @@ def listen(
     Raises:
         ConfigError: If it is taken or cannot be bound: names the address and the option that moves it.
     """
+    warn_if_open(url)
     try:
         return ChannelServer(
             url,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in, earliest
 from kvferry.core.errors import (
+    ConfigError,
     KVFerryError,
     OverloadedError,
     RequestError,
@@ -55,6 +56,11 @@ class PrefillWorker:
 
     def __init__(self, engine: Engine) -> None:
         config = engine.config
+        if config.prefill.chunk_tokens % engine.kv.block_tokens:
+            raise ConfigError(
+                f"prefill.chunk_tokens is {config.prefill.chunk_tokens}, must be a multiple of "
+                f"model.block_tokens, which is {engine.kv.block_tokens}"
+            )
         self._engine = engine
         self._draining = False
         self._admission = Admission(

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 """Seconds between two looks at a connection whose request is under way: cancelling takes no longer."""
 
+_IDLE_POLL_S = 1.0
 _SEND_TIMEOUT_S = 10.0
 
 Handlers: TypeAlias = Mapping[type[Message], Callable[[Channel, Incoming], None]]
@@ -63,7 +64,7 @@ def serve_requests(channel: Channel, handlers: Handlers, stopping: Callable[[], 
     until = deadline_in(idle_s)
     while not stopping() and not is_past(until):
         try:
-            incoming = channel.receive_idle(deadline_in(POLL_S))
+            incoming = channel.receive_idle(deadline_in(_IDLE_POLL_S))
         except ConnectionClosedError:
             return
         if incoming is None:
