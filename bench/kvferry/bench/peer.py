@@ -97,7 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--capacity", type=int, required=True)
     store = MemoryStore(parser.parse_args().capacity, lease_s=_IDLE_S)
-    options = ChannelOptions(role="bench", session="bench-peer")
+    # Off here leaves the choice to the sender: payloads carry a checksum unless both sides want none.
+    options = ChannelOptions(role="bench", session="bench-peer", checksum=False)
     server = ChannelServer("tcp://127.0.0.1:0", options, lambda channel: _serve(channel, store), name="bench")
     print(server.address, flush=True)
     sys.stdin.read()

@@ -99,7 +99,8 @@ class TensorSlot(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+# No slots: sizes are asked for with every layer that moves, so they are computed once and cached.
+@dataclass(frozen=True)
 class LayerSpec:
     """The tensors of one layer of one block: K and V, an MLA latent, or state tensors."""
 
@@ -110,12 +111,12 @@ class LayerSpec:
         if len(set(names)) != len(names):
             raise ConfigError(f"tensors of a layer need different names, got {names}")
 
-    @property
+    @cached_property
     def data_nbytes(self) -> int:
         """Bytes of the tensors, without padding."""
         return sum(t.nbytes for t in self.tensors)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the layer slice: the tensors, padded to a multiple of 64."""
         return -(-self.data_nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT

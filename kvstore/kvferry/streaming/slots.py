@@ -34,6 +34,7 @@ class BlockSlots:
         self._write: WriteLease | None = None
         self._held: dict[int, tuple[ReadLease, int]] = {}
         self._reserved: dict[int, int] = {}  # block: index in the write lease
+        self._writable: dict[int, memoryview] = {}  # block: its slot, while it is being received
         self._given_up = False
         self.renew_at = math.inf
 
@@ -97,6 +98,7 @@ class BlockSlots:
                 lease.abort()
                 return False
             self._write, self._reserved = lease, reserved
+            self._writable = {block: lease.view(index) for block, index in reserved.items()}
             return True
 
     def _require_held(self) -> None:
@@ -110,9 +112,11 @@ class BlockSlots:
         return contextlib.nullcontext() if self._write is None else self._write.writing()
 
     def writable(self, block: int, layer: int) -> memoryview:
-        """The slot of a missing block, to be filled."""
-        assert self._write is not None
-        return self._write.layer(self._reserved[block], layer)
+        """The layer slice of a missing block, to be filled within :meth:`writing`."""
+        slot = self._writable.get(block)
+        if slot is None:
+            raise LeaseExpiredError(f"the slot of block {block} was given up meanwhile")
+        return slot[self._namespace.spec.layer_slice(layer)]
 
     def readable(self, block: int, layer: int) -> memoryview:
         """The layer slice of a block, whether it was stored before or was received."""
@@ -166,6 +170,7 @@ class BlockSlots:
                 return 0
             stored, held = self._write.publish()
             self._write = None
+            self._writable.clear()
             self._reads.append(held)
             self._held.update({block: (held, index) for block, index in self._reserved.items()})
             return stored
@@ -198,3 +203,4 @@ class BlockSlots:
                     lease.release()
             self._reads.clear()
             self._held.clear()
+            self._writable.clear()

@@ -220,7 +220,8 @@ class SocketConnection(Connection):
                 n = self._recv_some(
                     batch, deadline, f"receiving, {got} of {wanted} bytes had come", waits=waits
                 )
-                if n == 0 or (self._guard.closed and got + max(n, 0) < wanted):
+                # once closed here, what comes may lie behind bytes that close() took and dropped
+                if n == 0 or self._guard.closed:
                     who = "was closed here" if self._guard.closed else "was ended by the peer"
                     raise ConnectionClosedError(f"{self._name} {who} after {got} of {wanted} bytes")
                 waits = n < 0 or n < total_nbytes(batch)
