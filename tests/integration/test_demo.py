@@ -168,7 +168,7 @@ def running_demo(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen
     """A demo with its four children running, and a pidfd of each, which says when it has ended."""
     options = ["--model", "tiny", "--repeat", "1000", "--max-tokens", "8"]
     demo = subprocess.Popen(
-        [*DEMO, *options], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*DEMO, *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     handles: dict[int, int] = {}
     try:
@@ -183,7 +183,7 @@ def running_demo(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen
         yield demo, handles
     finally:
         demo.kill()
-        demo.wait()
+        demo.communicate(timeout=20)
         for pid, handle in handles.items():
             with contextlib.suppress(ProcessLookupError):
                 if not select.select([handle], [], [], 0)[0]:
@@ -220,4 +220,19 @@ def test_no_process_is_left_however_it_ends(
     with running_demo(environment) as (demo, handles):
         demo.send_signal(number)
         assert demo.wait(20) == status
+        assert _all_ended(handles)
+
+
+def test_a_worker_that_is_killed_in_mid_run_is_named(environment: dict[str, str]) -> None:
+    with running_demo(environment) as (demo, handles):
+        prefill = next(pid for pid in handles if b"prefill" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        assert demo.stdout is not None
+        for line in demo.stdout:  # what is under way is the conversation, not the start
+            if b"repeat 1 of" in line:
+                break
+        os.kill(prefill, signal.SIGKILL)
+        output = demo.stdout.read().decode()
+        assert demo.wait(20) == 1
+        assert "the prefill process ended (signal 9)" in output
+        assert "the log of the prefill process ends with" in output
         assert _all_ended(handles)

@@ -98,6 +98,8 @@ def test_a_lost_connection_names_the_process_that_ended() -> None:
         split(handler).generate([1], "s", Ask(5), lambda _: None)
     with pytest.raises(ChildError, match="decode"):
         split(handler, check).generate([1], "s", Ask(5), lambda _: None)
+    with pytest.raises(ChildError, match="decode"):
+        split(lambda _: httpx.Response(502), check).generate([1], "s", Ask(5), lambda _: None)
 
 
 def test_an_answer_that_takes_too_long_is_given_up() -> None:

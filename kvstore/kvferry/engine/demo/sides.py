@@ -118,6 +118,9 @@ class SplitDeployment:
                 text.append(piece)
                 on_text(piece)
                 last = event
+        except KVFerryError:
+            self._check()  # a process that ended is the better explanation
+            raise
         except httpx.HTTPError as error:
             self._check()
             raise TransportError(f"the request to the gateway failed: {error!r}") from error
