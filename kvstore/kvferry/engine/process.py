@@ -7,10 +7,11 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from kvferry.core.address import parse_url
-from kvferry.core.errors import ConfigError, ConnectError
+from kvferry.core.errors import ConfigError, ConnectError, KVFerryError
 
 __all__ = ["StopSignal", "listening", "print_ready", "warn_if_open"]
 
@@ -41,11 +42,19 @@ class StopSignal:
             raise SystemExit(0)
         del number
 
-    def wait(self) -> None:
-        """Return when a signal has come."""
+    def wait(self, alive: Callable[[], bool] = lambda: True) -> None:
+        """Return when a signal has come.
+
+        Args:
+            alive: Asked every second whether what is served still runs.
+
+        Raises:
+            KVFerryError: If it does not.
+        """
         self._serving = True
         while not self._asked.wait(_TICK_S):
-            pass
+            if not alive():
+                raise KVFerryError("the server has ended by itself; its log says why")
         log.info("stopping; a second signal stops at once")
 
 

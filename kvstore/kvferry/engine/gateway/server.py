@@ -91,7 +91,7 @@ def serve(config: Config, stop: StopSignal) -> None:
     thread.start()
     print_ready(_ROLE, listen=_url(address, bound), pid=os.getpid())
     try:
-        stop.wait()
+        stop.wait(thread.is_alive)
     finally:
         server.should_exit = True
         thread.join(config.gateway.drain + 5.0)

@@ -151,6 +151,7 @@ class DecodeWorker:
             raise OverloadedError("this decode worker is shutting down")
         check_lengths(message.prompt_tokens, message.sampling, self._engine.max_model_len)
         check_sampling(message.sampling)
+        self._check_store_room(message.prompt_tokens)
         watch = CancelWatch(channel)
         deadline = deadline_in(message.timeout_s)
         kv_deadline = earliest(deadline, deadline_in(message.kv_timeout_s))
@@ -170,6 +171,16 @@ class DecodeWorker:
                 if sequence is not None:
                     sequence.release()
                 place.leave()
+
+    def _check_store_room(self, prompt_tokens: int) -> None:
+        """Refuse a prompt whose blocks could not be received even into an empty store."""
+        spec, capacity = self._engine.spec, self._engine.store.stats().capacity_nbytes
+        nbytes = prompt_tokens // spec.block_tokens * spec.block_nbytes
+        if nbytes > capacity:
+            raise RequestError(
+                f"the KV of {prompt_tokens} tokens has {nbytes} bytes, the store of this decode worker "
+                f"{capacity}: shorten the prompt, or raise store.dram_capacity"
+            )
 
     def _receive(
         self,
@@ -191,10 +202,8 @@ class DecodeWorker:
                 self._copy_layer(receiver, layer, sequence, message.prompt_tokens)
             handoff = self._await_handoff(receiver, watch, deadline)
             received = _Received(handoff, receiver.kv_nbytes, receiver.wire_s, receiver.complete_at)
-        except KVFerryError:
+        finally:
             self._streams.forget(expected)
-            raise
-        self._streams.forget(expected)
         if handoff.prompt_tokens != message.prompt_tokens:
             raise ProtocolError(
                 f"handoff of {handoff.prompt_tokens} tokens, {message.prompt_tokens} were asked", remote=True

@@ -206,6 +206,8 @@ class PrefillWorker:
         job.sender.abort("the request has ended")  # from here on no view of the paged KV is in use
         if job.result is not None:
             job.result.sequence.release()
+        if unwanted is None and self._draining:
+            raise OverloadedError("this prefill worker is shutting down")
         raise unwanted or sending or job.error or KVFerryError("prefill ended without a result")
 
     def _finish(self, job: PrefillJob, result: PrefillResult, watch: CancelWatch) -> StreamDone:
