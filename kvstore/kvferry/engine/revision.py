@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from kvferry.core.cachedir import cache_dir
 from kvferry.core.errors import UnsupportedModelError
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "cache_file", "file_digest", "read_index", "revision", "weight_files"]
@@ -100,9 +101,8 @@ def revision(path: str | Path) -> str:
 
 
 def cache_file() -> Path:
-    """Where digests are kept: ``$XDG_CACHE_HOME/kvferry/digests.json``, by default under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvferry" / "digests.json"
+    """Where digests are kept: ``digests.json`` in the user's cache folder."""
+    return cache_dir() / "digests.json"
 
 
 def file_digest(file: Path) -> str:

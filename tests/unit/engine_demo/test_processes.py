@@ -77,6 +77,7 @@ def test_a_child_that_ignores_the_request_to_end_is_killed() -> None:
 
 
 def test_settings_of_the_user_do_not_reach_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFERRY_CACHE_DIR", raising=False)
     monkeypatch.setenv("KVFERRY_DECODE__LISTEN", "tcp://elsewhere:1")
     monkeypatch.setenv("KVFERRY_CONFIG", "/etc/kvferry.toml")
     monkeypatch.setenv("KVFERRY_LOG__LEVEL", "debug")

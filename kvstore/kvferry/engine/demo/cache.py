@@ -1,4 +1,4 @@
-"""The user's cache folder, and how something is made in it once, whatever else runs or is killed."""
+"""How something is made once in the user's cache folder, whatever else runs or is killed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvferry.core.cachedir import cache_dir
 from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import ConfigError, TransferTimeoutError
 
-__all__ = ["Progress", "cache_dir", "make_once"]
+__all__ = ["Progress", "make_once"]
 
 Progress = Callable[[str], None]
-
-
-def cache_dir() -> Path:
-    """The cache folder: ``$KVFERRY_CACHE_DIR``, ``$XDG_CACHE_HOME/kvferry`` or ``~/.cache/kvferry``."""
-    if own := os.environ.get("KVFERRY_CACHE_DIR"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvferry"
 
 
 def make_once(

