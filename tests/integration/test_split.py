@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 import time
@@ -364,6 +365,36 @@ def test_specs_that_differ_are_refused_and_both_shown(split: SplitDeployment, ot
         assert "tiny@" in str(refused.value)
     channel.close()
     split.wait_idle(SLACK_S)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing(split: SplitDeployment, single: Single) -> None:
+    """More requests than fit, half of them given up after a random while: queued, in prefill, in decode."""
+
+    def ask(number: int) -> int:
+        rng = np.random.default_rng(number)
+        prompt = prompt_of(int(rng.choice([1, 16, 17, 100, 600])), seed=number)
+        body = {"prompt": prompt, "max_tokens": int(rng.choice([1, 20, 200])), "stream": bool(number % 2)}
+        connection = split.connect()
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            if rng.random() < 0.5:
+                threading.Event().wait(float(rng.random()) * 0.3)
+                return 0
+            response = connection.getresponse()
+            assert b'"error"' not in response.read()
+            return response.status
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(12) as pool:
+        statuses = set(pool.map(ask, range(60)))
+    assert statuses == {0, 200}
+    split.wait_idle(SLACK_S)
+    prompt = prompt_of(50, seed=50)
+    answer = split.complete(prompt, max_tokens=4, cache_salt="after all")
+    assert answer["kvferry"]["token_ids"] == single.complete(prompt, "after all", max_tokens=4)
+    for process in (split.gateway, split.prefill, split.decode):
+        assert "Traceback" not in process.err
 
 
 class Marker:

@@ -186,7 +186,7 @@ class _Completions:
             self._metrics.observe(done, answer.timing(done), len(answer.token_ids))
             await out.event(answer.last_chunk(answer.finish(), done))
         except KVFerryError as error:
-            log.warning("stream failed after %d tokens: %s", len(answer.token_ids), error)
+            log.debug("stream failed after %d tokens: %s", len(answer.token_ids), error)
             await out.event(error_body(error))
         await out.end()
         return 200

@@ -21,6 +21,7 @@ from kvferry.core.errors import (
     TransferTimeoutError,
     error_from_code,
 )
+from kvferry.core.log import LogLimiter
 from kvferry.engine.gateway.events import Done, Failed, OnEvent, Tokens
 from kvferry.engine.gateway.fleet import Fleet, Pair, Worker
 from kvferry.engine.gateway.request import CompletionRequest, ServedModel
@@ -92,6 +93,7 @@ class Router:
         self.fleet = fleet
         self.pools = pools
         self.limits = limits
+        self.limiter = LogLimiter(log)
         self._tokenizer = tokenizer
         self._max_in_flight = max_in_flight
         self._lock = threading.Lock()
@@ -147,6 +149,7 @@ class Router:
         self.fleet.close()
         self.threads.shutdown(wait=True)
         self.pools.close()
+        self.limiter.flush()
 
 
 class _Run:
@@ -185,7 +188,8 @@ class _Run:
                 done = self._serve(pair)
         except KVFerryError as error:
             if not self._cancelled.is_set():
-                log.warning("request %s failed after %d tokens: %s", self._name, self._tokens, error)
+                text = "request %s failed after %d tokens: %s"
+                self._router.limiter.log(logging.WARNING, error.code, text, self._name, self._tokens, error)
             self._on_event(Failed(error))
         except Exception as error:
             log.exception("request %s failed", self._name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -10,7 +9,6 @@ from typing import TypeAlias
 from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.errors import (
     ConnectionClosedError,
-    KVFerryError,
     ProtocolError,
     RequestCancelledError,
 )
@@ -18,8 +16,6 @@ from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import Cancel, Message, Ping, Pong
 
 __all__ = ["POLL_S", "CancelWatch", "Handlers", "serve_requests"]
-
-log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 """Seconds between two looks at a connection whose request is under way: cancelling takes no longer."""
@@ -58,8 +54,8 @@ class CancelWatch:
 def serve_requests(channel: Channel, handlers: Handlers, stopping: Callable[[], bool], idle_s: float) -> None:
     """Serve one request after the other until the peer goes, is idle for too long, or we stop.
 
-    A handler answers by itself. An error it raises is what :class:`kvferry.wire.ChannelServer` sends
-    to the peer before it closes the connection.
+    A handler answers by itself. An error it raises is what :class:`kvferry.wire.ChannelServer` logs and
+    sends to the peer before it closes the connection.
     """
     until = deadline_in(idle_s)
     while not stopping() and not is_past(until):
@@ -72,22 +68,9 @@ def serve_requests(channel: Channel, handlers: Handlers, stopping: Callable[[], 
         message = incoming.message
         handler = handlers.get(type(message))
         if handler is not None:
-            _serve(handler, channel, incoming)
+            handler(channel, incoming)
         elif isinstance(message, Ping):
             channel.reply(incoming, Pong(at=time.monotonic()), deadline=deadline_in(_SEND_TIMEOUT_S))
         elif not isinstance(message, Cancel):  # a late one crossed the answer on its way
             raise ProtocolError(f"{channel.address} sent {type(message).__name__}, no request", remote=True)
         until = deadline_in(idle_s)
-
-
-def _serve(handler: Callable[[Channel, Incoming], None], channel: Channel, incoming: Incoming) -> None:
-    name = type(incoming.message).__name__
-    request = getattr(incoming.message, "request", "")
-    try:
-        handler(channel, incoming)
-    except (RequestCancelledError, ConnectionClosedError) as error:
-        log.info("%s %s ended: %s", name, request, error)
-        raise
-    except KVFerryError as error:
-        log.warning("%s %s failed: %s", name, request, error)
-        raise
