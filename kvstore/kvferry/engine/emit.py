@@ -20,13 +20,18 @@ def emit_to(sender: LayerSender, prompt_tokens: int) -> Emit:
         prompt_tokens: Length of the prompt; the last block may be partial.
     """
 
+    missing = sender.missing
+
     def emit(sequence: Sequence, layer: int, first_token: int, stop_token: int) -> None:
         kv = sequence.kv
         size = kv.block_tokens
         blocks = []
         for number in range(first_token // size, -(-stop_token // size)):
+            if number not in missing:
+                continue
             rows = min(size, prompt_tokens - number * size)
             blocks.append((number, kv.tensor_views(layer, sequence.blocks[number], rows)))
-        sender.put_layer(layer, blocks)
+        if blocks:
+            sender.put_layer(layer, blocks)
 
     return emit

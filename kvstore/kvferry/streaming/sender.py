@@ -111,6 +111,11 @@ class LayerSender:
         """What ended the stream early, or ``None``."""
         return self._error
 
+    @property
+    def missing(self) -> frozenset[int]:
+        """Blocks that the receiver asked for, the tail included; known once the stream has begun."""
+        return self._wanted
+
     def __repr__(self) -> str:
         return f"stream {self._name!r} to {self._channel.address}"
 
