@@ -34,9 +34,20 @@ class ChainIndex(Generic[E]):
 
     def add(self, entry: E) -> None:
         """Enter an entry whose key is not stored."""
-        key, parent = entry.key, entry.parent
-        self.entries[key] = entry
-        entry.children = self._orphans.pop(key, 0) if self._orphans else 0
+        self.entries[entry.key] = entry
+        entry.children = self._orphans.pop(entry.key, 0) if self._orphans else 0
+        self.attach(entry)
+
+    def discard(self, entry: E) -> E | None:
+        """Forget a stored entry; returns its parent if that is a tail now."""
+        del self.entries[entry.key]
+        if entry.children:
+            self._orphans[entry.key] = entry.children
+        return self.detach(entry)
+
+    def attach(self, entry: E) -> None:
+        """Count a stored entry as a child of its parent; :meth:`add` does."""
+        parent = entry.parent
         if parent is None:
             return
         above = self.entries.get(parent)
@@ -45,12 +56,9 @@ class ChainIndex(Generic[E]):
         else:
             above.children += 1
 
-    def discard(self, entry: E) -> E | None:
-        """Forget a stored entry; returns its parent if that is a tail now."""
-        key, parent = entry.key, entry.parent
-        del self.entries[key]
-        if entry.children:
-            self._orphans[key] = entry.children
+    def detach(self, entry: E) -> E | None:
+        """Count it no more, while it is on its way out; returns its parent if that is a tail now."""
+        parent = entry.parent
         if parent is None:
             return None
         above = self.entries.get(parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvferry.core.arena import Arena, ArenaLayout
 from kvferry.core.blockstore import Completion, Hit, Stats
@@ -20,9 +20,9 @@ from kvferry.core.segments import Slot
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
 
-__all__ = ["MemoryNamespace", "MemoryStore", "SessionStore"]
+__all__ = ["DRAM", "MemoryNamespace", "MemoryStore", "SessionStore"]
 
-_TIER = "dram"
+DRAM = "dram"
 _DEFAULT_SCOPE = KeyScope()
 
 
@@ -64,7 +64,8 @@ class MemoryStore:
         self.lease_s = lease_s
         self.arena = Arena(capacity_nbytes, tenant=tenant)
         self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
-        self._cond = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._cond = threading.Condition(self._lock)
         self._pool = BlockPool(self.arena, self, eviction(self.arena.capacity_nbytes))
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
@@ -78,7 +79,7 @@ class MemoryStore:
 
     def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> MemoryNamespace:
         """The namespace of ``spec`` and ``scope``, with leases that belong to the store's own session."""
-        return MemoryNamespace(self, self.session, spec, scope)
+        return self._namespace(self.session, spec, scope)
 
     def for_session(self, session: Session) -> SessionStore:
         """The same blocks, with leases that belong to ``session``."""
@@ -122,7 +123,7 @@ class MemoryStore:
                 evicted_blocks=pool.evicted_blocks,
                 expired_leases=pool.expired_leases,
                 per_tier={
-                    _TIER: {
+                    DRAM: {
                         "entries": float(pool.entries),
                         "used_nbytes": float(self.arena.used_nbytes),
                         "capacity_nbytes": float(self.arena.capacity_nbytes),
@@ -184,17 +185,21 @@ class MemoryStore:
         """See :meth:`SlotWriteLease.commit`; a commit that comes too late counts as an abort."""
         with self._cond:
             self._require_publishable(lease)
+            fill = self._pool.fill(lease)
             stored = self._pool.commit(lease)
             self._cond.notify_all()
-            return stored
+            self._stored(stored, fill)
+            return len(stored)
 
     def publish_write(self, lease: SlotWriteLease) -> tuple[int, SlotReadLease]:
         """See :meth:`SlotWriteLease.publish`; too late counts as an abort."""
         with self._cond:
             self._require_publishable(lease)
-            found = self._pool.publish(lease, time.monotonic() + self.lease_s)
+            fill = self._pool.fill(lease)
+            stored, read = self._pool.publish(lease, time.monotonic() + self.lease_s)
             self._cond.notify_all()
-            return found
+            self._stored(stored, fill)
+            return len(stored), read
 
     def _require_publishable(self, lease: SlotWriteLease) -> None:
         try:
@@ -230,16 +235,29 @@ class MemoryStore:
 
     # ---- called by namespaces --------------------------------------------------------------------
 
-    def _lookup(self, ns: bytes, keys: Sequence[BlockKey]) -> Hit:
+    def _lookup(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Hit:
         with self._cond:
             self._require_open()
-            hit = Hit(tuple(None if self._pool.get(ns, key) is None else _TIER for key in keys))
-            self._lookups += 1
-            self._lookup_blocks += len(keys)
-            self._hit_blocks += sum(tier is not None for tier in hit.tiers)
+            index = self._pool.indexes.get(namespace.namespace_id)
+            if index is None:
+                hit = Hit((None,) * len(keys))
+            else:
+                stored = index.entries
+                hit = Hit(tuple([DRAM if key in stored else None for key in keys]))
+            self._count_lookup(hit)
             return hit
 
-    def _load(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> SlotReadLease:
+    def _count_lookup(self, hit: Hit) -> None:
+        self._lookups += 1
+        self._lookup_blocks += len(hit.tiers)
+        self._hit_blocks += len(hit.tiers) - hit.tiers.count(None)
+
+    def _load(
+        self,
+        namespace: MemoryNamespace,
+        keys: Sequence[BlockKey],
+        deadline: float,  # noqa: ARG002
+    ) -> SlotReadLease:
         with self._cond:
             now = self._begin(namespace.session)
             blocks = self._pool.prefix(namespace.namespace_id, keys)
@@ -250,21 +268,27 @@ class MemoryStore:
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, deadline: float
     ) -> SlotWriteLease:
         parents = dict(zip(keys, [parent, *keys], strict=False))
+        below = self._below(namespace, list(parents))
         with self._cond:
             while True:
                 now = self._begin(namespace.session, processes=True)
-                missing = [k for k in parents if self._pool.get(namespace.namespace_id, k) is None]
+                index = self._pool.indexes.get(namespace.namespace_id)
+                stored = {} if index is None else index.entries
+                missing = [k for k in parents if k not in stored and k not in below]
                 shortage = self._quota_shortage(namespace, len(missing))
                 if shortage is None:
-                    lease = self._try_reserve(namespace, parents, missing, now)
+                    lease = self._try_reserve(namespace, parents, missing, now, deadline)
                     if lease is not None:
                         return lease
                     shortage = self._room_shortage(namespace, parents, len(missing))
                 message, may_end = shortage
                 if not may_end or now >= deadline:
                     raise CapacityError(message)
-                change = self._pool.next_change(now)
-                self._cond.wait(max(0.0, min(deadline, deadline if change is None else change) - now))
+                self._wait_for_room(now, deadline)
+
+    def _wait_for_room(self, now: float, deadline: float) -> None:
+        change = self._pool.next_change(now)
+        self._cond.wait(max(0.0, min(deadline, deadline if change is None else change) - now))
 
     def _try_reserve(
         self,
@@ -272,6 +296,7 @@ class MemoryStore:
         parents: dict[BlockKey, BlockKey | None],
         missing: Sequence[BlockKey],
         now: float,
+        deadline: float,
     ) -> SlotWriteLease | None:
         ns = namespace.namespace_id
         slots = self._pool.allocate(
@@ -284,7 +309,7 @@ class MemoryStore:
             return None
         stored = [b for k in parents if (b := self._pool.get(ns, k)) is not None]
         self._pool.touch(stored)
-        fill = Fill(ns, tuple(parents[k] for k in missing))
+        fill = Fill(ns, tuple(parents[k] for k in missing), deadline)
         return self._pool.open_write(
             namespace.session, namespace.spec, fill, missing, slots, now + self.lease_s
         )
@@ -328,7 +353,11 @@ class MemoryStore:
         )
         return message, needed + chain_nbytes <= arena.capacity_nbytes and others_held > 0
 
-    def _pin(self, ns: bytes, keys: Sequence[BlockKey], until: float) -> int:
+    def _prefetch(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:
+        """There is no slower tier: nothing to do."""
+
+    def _pin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], until: float) -> int:
+        ns = namespace.namespace_id
         with self._cond:
             self._require_open()
             self._sweep()
@@ -337,29 +366,44 @@ class MemoryStore:
                 self._pool.pin(block, until)
             return len(blocks)
 
-    def _unpin(self, ns: bytes, keys: Sequence[BlockKey]) -> None:
+    def _unpin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:
         with self._cond:
             self._require_open()
             for key in keys:
-                block = self._pool.get(ns, key)
+                block = self._pool.get(namespace.namespace_id, key)
                 if block is not None:
                     self._pool.unpin(block)
             self._cond.notify_all()
 
-    def _remove(self, ns: bytes, keys: Sequence[BlockKey] | None) -> int:
+    def _remove(self, namespace: MemoryNamespace, keys: Sequence[BlockKey] | None) -> int:
         """Forget ``keys``, or with ``None`` all of the namespace."""
         with self._cond:
             self._require_open()
-            self._sweep()
-            index = self._pool.indexes.get(ns)
-            if index is None:
-                return 0
-            chosen = dict.fromkeys(index.entries if keys is None else keys)
-            blocks = [b for k in chosen if (b := index.entries.get(k)) is not None]
-            for block in blocks:
-                self._pool.forget(block)
-            self._cond.notify_all()
-            return len(blocks)
+            return len(self._forget(namespace.namespace_id, keys))
+
+    def _forget(self, ns: bytes, keys: Sequence[BlockKey] | None) -> list[BlockKey]:
+        self._sweep()
+        index = self._pool.indexes.get(ns)
+        if index is None:
+            return []
+        chosen = dict.fromkeys(index.entries if keys is None else keys)
+        blocks = [b for k in chosen if (b := index.entries.get(k)) is not None]
+        for block in blocks:
+            self._pool.forget(block)
+        self._cond.notify_all()
+        return [b.key for b in blocks]
+
+    # ---- what a store over more tiers adds ----------------------------------------------------
+
+    def _namespace(self, session: Session, spec: KVSpec, scope: KeyScope) -> MemoryNamespace:
+        return MemoryNamespace(self, session, spec, scope)
+
+    def _below(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Collection[BlockKey]:  # noqa: ARG002
+        """Those of ``keys`` that a slower tier holds, so that they need not be saved; without the lock."""
+        return ()
+
+    def _stored(self, blocks: Sequence[Block], fill: Fill | None) -> None:
+        """New blocks were saved; under the lock, which it may give up while it waits."""
 
     # ---- under the lock ----------------------------------------------------------------------
 
@@ -412,7 +456,7 @@ class SessionStore:
 
     def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> MemoryNamespace:
         """The namespace of ``spec`` and ``scope``, with leases that belong to the session."""
-        return MemoryNamespace(self.store, self.session, spec, scope)
+        return self.store._namespace(self.session, spec, scope)
 
     def find_lease(self, lease_id: str) -> SlotLease | None:
         """The lease of that id, if it holds blocks for this session."""

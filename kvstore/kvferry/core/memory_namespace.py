@@ -49,11 +49,11 @@ class MemoryNamespace:
 
     def lookup(self, keys: Sequence[BlockKey]) -> Hit:
         """Which keys are stored; no side effect but on the counters of lookups."""
-        return self._store._lookup(self.namespace_id, keys)
+        return self._store._lookup(self, keys)
 
-    def load(self, keys: Sequence[BlockKey], *, deadline: float) -> SlotReadLease:  # noqa: ARG002
-        """Lease the longest stored prefix of ``keys``; never waits, so the deadline has no effect."""
-        return self._store._load(self, keys)
+    def load(self, keys: Sequence[BlockKey], *, deadline: float) -> SlotReadLease:
+        """Lease the longest stored prefix of ``keys``; waits only for slower tiers, until the deadline."""
+        return self._store._load(self, keys, deadline)
 
     def reserve(
         self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float
@@ -95,7 +95,8 @@ class MemoryNamespace:
             return lease.commit()
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """There is no slower tier: does nothing."""
+        """Bring blocks up from slower tiers in the background, if there are any."""
+        self._store._prefetch(self, keys)
 
     def pin(self, keys: Sequence[BlockKey], *, ttl: float) -> int:
         """Keep stored blocks from eviction for ``ttl`` seconds; returns how many are stored.
@@ -105,16 +106,16 @@ class MemoryNamespace:
         """
         if not ttl > 0:
             raise ConfigError(f"a pin of {ttl} seconds; ttl must be above 0")
-        return self._store._pin(self.namespace_id, keys, time.monotonic() + ttl)
+        return self._store._pin(self, keys, time.monotonic() + ttl)
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """End :meth:`pin` early."""
-        self._store._unpin(self.namespace_id, keys)
+        self._store._unpin(self, keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """Forget blocks, also pinned ones; leased slots are used again only after the lease."""
-        return self._store._remove(self.namespace_id, keys)
+        return self._store._remove(self, keys)
 
     def clear(self) -> int:
         """Forget all blocks of the namespace; returns how many."""
-        return self._store._remove(self.namespace_id, None)
+        return self._store._remove(self, None)

@@ -6,10 +6,12 @@ around every call, and the arena's own lock is taken inside it.
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.arena import Arena
@@ -22,15 +24,32 @@ from kvferry.core.segments import Slot
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KVSpec
 
-__all__ = ["BlockPool", "Fill"]
+__all__ = ["BlockPool", "Fill", "Leave"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """What a commit needs to know of a write lease: the namespace and each block's parent."""
+    """What a commit needs to know of a write lease.
+
+    Attributes:
+        namespace_id: Of its blocks.
+        parents: Each block's parent.
+        deadline: By when the save wanted to be done.
+    """
 
     namespace_id: bytes
     parents: tuple[BlockKey | None, ...]
+    deadline: float
+
+
+class Leave(enum.Enum):
+    """Whether a block may be evicted."""
+
+    NOW = "now"
+    COPIED_FIRST = "copied first"
+    """It is being copied to a slower tier: whoever says so called :meth:`BlockPool.leave`."""
+    NOT_YET = "not yet"
+    """It must be copied, but the queue has no place: nothing is evicted until some copy is made."""
 
 
 class BlockPool:
@@ -42,8 +61,7 @@ class BlockPool:
         quarantined_nbytes: Slots of write leases that are over but may still be written.
         stored_nbytes: All stored blocks. All four count whole slots.
         leaving_nbytes: Stored blocks that go as soon as a copy of them is made; part of ``held_nbytes``.
-        may_leave: Asked before a block is evicted. ``False`` says that it is being copied to a slower
-            tier first: it holds the block, and calls :meth:`left` in the end.
+        may_leave: Asked before a block is evicted; see :class:`Leave`.
     """
 
     def __init__(self, arena: Arena, owner: LeaseOwner, policy: EvictionPolicy) -> None:
@@ -61,7 +79,8 @@ class BlockPool:
         self.saved_blocks = 0
         self.evicted_blocks = 0
         self.expired_leases = 0
-        self.may_leave: Callable[[Block], bool] | None = None
+        self.may_leave: Callable[[Block], Leave] | None = None
+        self._leaving: Counter[Block] = Counter()
         self._owner = owner
         self._read_blocks: dict[str, tuple[Block, ...]] = {}
         self._fills: dict[str, Fill] = {}
@@ -129,6 +148,8 @@ class BlockPool:
         self.unpin(block)
         nbytes = block.nbytes
         index = block.index
+        if block in self._leaving:
+            index.attach(block)
         tail = index.discard(block)
         block.stored = False
         self.policy.removed(block)
@@ -231,31 +252,51 @@ class BlockPool:
 
         steps = self.evictions(pinned)
         while (count - len(slots)) * nbytes > self.leaving_nbytes:  # else enough is on its way out
-            if next(steps, False) is False or self._fill(slots, count, nbytes):
+            if not next(steps, False) or self._fill(slots, count, nbytes):
                 break
         for block in protected:
             if block.stored:
                 self.policy.released(block)
 
-    def evictions(self, pinned: Callable[[Entry], bool]) -> Iterator[None]:
-        """Evict one block, or begin to, before each step; ends when nothing is left to evict."""
+    def evictions(self, pinned: Callable[[Entry], bool]) -> Generator[bool, None, None]:
+        """Evict one block, or begin to, before each step (``True``); ends when nothing is left to evict."""
         for victim in self.policy.victims(self.arena.capacity_nbytes, pinned):
             assert isinstance(victim, Block)
-            if self.may_leave is None or self.may_leave(victim):
+            answer = Leave.NOW if self.may_leave is None else self.may_leave(victim)
+            if answer is Leave.NOT_YET:
+                return
+            if answer is Leave.NOW:
                 self.forget(victim)
                 self.evicted_blocks += 1
-            yield
+            yield True
 
     def leave(self, block: Block) -> None:
-        """Hold a stored block that goes when its copy is made; ends with :meth:`left`."""
+        """Hold a stored block that goes when its copy is made; ends with :meth:`left` or :meth:`stay`.
+
+        Its parent counts as a tail meanwhile, so that a chain goes as a whole.
+        """
         self.hold(block)
         self.leaving_nbytes += block.nbytes
+        self._leaving[block] += 1
+        if self._leaving[block] == 1:
+            tail = block.index.detach(block)
+            if tail is not None:
+                self.policy.released(tail)
 
-    def left(self, block: Block, *, go: bool) -> None:
-        """The copy that :meth:`leave` waited for is over; with ``go`` evict unless somebody holds it now."""
+    def stay(self, block: Block) -> None:
+        """The copy takes too long: what :meth:`leave` held is an ordinary hold now."""
         self.leaving_nbytes -= block.nbytes
+        self._leaving[block] -= 1
+        if not self._leaving[block]:
+            del self._leaving[block]
+            if block.stored:
+                block.index.attach(block)
+
+    def left(self, block: Block) -> None:
+        """The copy that :meth:`leave` waited for is over: evict, unless somebody holds the block now."""
+        self.stay(block)
         self.drop(block)
-        if go and block.stored and not block.holds:
+        if block.stored and not block.holds:
             self.forget(block)
             self.evicted_blocks += 1
 
@@ -304,19 +345,23 @@ class BlockPool:
             self.writes.add(lease)
         return lease
 
-    def commit(self, lease: SlotWriteLease) -> int:
-        """Publish an active write lease's blocks; returns how many are new."""
+    def fill(self, lease: SlotWriteLease) -> Fill | None:
+        """What was asked of an active write lease, if it holds anything."""
+        return self._fills.get(lease.lease_id)
+
+    def commit(self, lease: SlotWriteLease) -> list[Block]:
+        """Publish an active write lease's blocks; returns those that are new."""
         blocks = self._publish(lease)
         for block in blocks:
             if not block.stored:
                 self.arena.free(block.slot)
-        return sum(block.stored for block in blocks)
+        return [block for block in blocks if block.stored]
 
-    def publish(self, lease: SlotWriteLease, expires_at: float) -> tuple[int, SlotReadLease]:
-        """Publish an active write lease's blocks and hold them, those not needed included."""
+    def publish(self, lease: SlotWriteLease, expires_at: float) -> tuple[list[Block], SlotReadLease]:
+        """Publish an active write lease's blocks and hold them all; returns those that are new."""
         blocks = self._publish(lease)
         read = self.open_read(lease.session, lease.spec, blocks, expires_at)
-        return sum(block.stored for block in blocks), read
+        return [block for block in blocks if block.stored], read
 
     def _publish(self, lease: SlotWriteLease) -> list[Block]:
         """All blocks of the lease; ``stored`` says which are new."""

@@ -39,10 +39,10 @@ class RoomSuite(StoreFixtures):
         load(ns, first).release()
         for evicted in range(1, half + 1):
             save_blocks(ns, chain(ns, 100 + evicted, 1))
-            hit = ns.lookup(second)
+            hit = self.kept(ns, second)
             assert hit.prefix == half - evicted
             assert hit.prefix == sum(tier is not None for tier in hit.tiers)
-            assert ns.lookup(first).prefix == half
+            assert self.kept(ns, first).prefix == half
 
     def test_a_shared_head_outlives_its_branches(self, ns: Namespace) -> None:
         """The head of a chain goes after every block that is built on it."""
@@ -53,9 +53,9 @@ class RoomSuite(StoreFixtures):
         for tail in tails:
             save_blocks(ns, [tail], parent=head[0])
         for number in range(BLOCKS - 1):
-            assert ns.lookup(head).prefix == 1
+            assert self.kept(ns, head).prefix == 1
             save_blocks(ns, chain(ns, 100 + number, 1))
-            left = [t for t in tails if ns.lookup([t]).prefix]
+            left = [t for t in tails if self.kept(ns, [t]).prefix]
             assert left == tails[number + 1 :]
 
     def test_a_chain_is_not_evicted_for_its_own_extension(self, ns: Namespace) -> None:
@@ -66,7 +66,7 @@ class RoomSuite(StoreFixtures):
         with pytest.raises(CapacityError):
             save_blocks(ns, keys[BLOCKS:], parent=keys[BLOCKS - 1], seconds=30)
         assert time.monotonic() - started < 10
-        assert ns.lookup(keys).prefix == BLOCKS
+        assert self.kept(ns, keys).prefix == BLOCKS
 
     def test_others_give_way_to_the_extension_of_the_oldest_chain(self, ns: Namespace) -> None:
         """The chain that grows is spared, though its tail was used least recently."""
@@ -75,20 +75,20 @@ class RoomSuite(StoreFixtures):
         save_blocks(ns, growing[:half])
         save_blocks(ns, other)
         save_blocks(ns, growing[half:], parent=growing[half - 1])
-        assert ns.lookup(growing).prefix == half + 2
-        assert ns.lookup(other).prefix == half - 2
+        assert self.kept(ns, growing).prefix == half + 2
+        assert self.kept(ns, other).prefix == half - 2
 
     def test_leased_blocks_are_never_evicted(self, store: BlockStore, ns: Namespace) -> None:
         """The error names what was asked, what is free and what is pinned; nothing stays reserved."""
         keys = chain(ns, 1, BLOCKS - 2)
         save_blocks(ns, keys)
         lease = load(ns, keys)
-        before = gauges(store.stats())
+        before = gauges(store)
         with pytest.raises(CapacityError) as caught:
             reserve(ns, chain(ns, 2, 3), seconds=0.05)
         for number in (3, 2, BLOCKS - 2):
             assert str(number * SPEC.block_nbytes) in str(caught.value)
-        assert gauges(store.stats()) == before
+        assert gauges(store) == before
         reserve(ns, chain(ns, 2, 2)).abort()
         lease.release()
         assert save_blocks(ns, chain(ns, 2, BLOCKS)) == BLOCKS
@@ -108,12 +108,12 @@ class RoomSuite(StoreFixtures):
         load(ns, young).release()
         room = BLOCKS - 2 * third
         assert save_blocks(ns, chain(ns, 4, room)) == room
-        assert [ns.lookup(keys).prefix for keys in (leased, pinned, young)] == [third, third, 0]
+        assert [self.kept(ns, keys).prefix for keys in (leased, pinned, young)] == [third, third, 0]
         for index, key in enumerate(leased):
             assert lease.view(index) == block_bytes(key, SPEC.block_nbytes)
         lease.release()
         assert save_blocks(ns, chain(ns, 5, third)) == third
-        assert ns.lookup(leased).prefix == 0, "released, it is the oldest again"
+        assert self.kept(ns, leased).prefix == 0, "released, it is the oldest again"
 
     def test_a_reservation_waits_for_a_lease_to_end(self, ns: Namespace) -> None:
         """It gets its room from a release in another thread, long before its deadline."""
@@ -142,7 +142,7 @@ class RoomSuite(StoreFixtures):
         save_blocks(ns, keys)
         with load(ns, keys[-1:]) as lease:
             assert save_blocks(ns, chain(ns, 2, 2)) == 2
-            hit = ns.lookup(keys)
+            hit = self.kept(ns, keys)
             assert hit.prefix == BLOCKS - 3
             assert lease.view(0) == block_bytes(keys[-1], SPEC.block_nbytes)
 
@@ -176,7 +176,7 @@ class RoomSuite(StoreFixtures):
         wait_until(lambda: time.monotonic() > ends)
         assert store.stats().pinned_nbytes == SPEC.block_nbytes
         assert ns.remove(keys) == 1
-        assert gauges(store.stats()) == (0, 0, 0, 0, 0)
+        assert gauges(store) == (0, 0, 0, 0, 0)
 
     def test_removed_blocks_are_forgotten_at_once_and_reused_after_the_lease(
         self, store: BlockStore, ns: Namespace
@@ -232,7 +232,7 @@ class RoomSuite(StoreFixtures):
         for renew in (read.renew, write.renew):
             with pytest.raises(LeaseExpiredError):
                 renew()
-        assert gauges(store.stats())[2:] == (0, 0, 0)
+        assert gauges(store)[2:] == (0, 0, 0)
 
     def test_a_late_reader_is_told(self, short_store: BlockStore) -> None:
         """Past its deadline a lease pins nothing, and check and release raise."""
@@ -278,7 +278,7 @@ class RoomSuite(StoreFixtures):
         wait_until(lambda: time.monotonic() > late.expires_at)
         with pytest.raises(LeaseExpiredError):
             late.commit()
-        assert gauges(short_store.stats()) == (0, 0, 0, 0, 0)
+        assert gauges(short_store) == (0, 0, 0, 0, 0)
 
     def test_an_empty_lease_never_expires(self, short_store: BlockStore) -> None:
         """It holds nothing, so nothing can be wrong with it."""

@@ -132,7 +132,7 @@ def test_an_error_on_its_way_is_not_hidden_by_the_lease() -> None:
 
 
 def test_a_deadline_while_another_hand_writes() -> None:
-    store = MemoryStore(8 * N, lease_s=0.02)
+    store = MemoryStore(8 * N, lease_s=0.3)
     lease = reserved(store, store.session)
     with lease.writing():
         past(lease)

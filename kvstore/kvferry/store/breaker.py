@@ -1,0 +1,109 @@
+"""A breaker: keeps a tier that fails from being asked again for a while."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from kvferry.core.errors import ConfigError
+
+__all__ = ["Breaker"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Breaker:
+    """Closed while the tier works, open after errors, half open for one try after a pause. Thread safe.
+
+    One log line when it opens, one when it closes again. Every further pause is twice as long as the last,
+    up to ``max_pause_s``.
+
+    Args:
+        name: Of the tier.
+        errors: Failures without a success between them that open it.
+        pause_s: Seconds until the first try.
+        max_pause_s: The longest pause.
+        clock: Monotonic seconds.
+
+    Attributes:
+        opened: How often it has opened.
+
+    Raises:
+        ConfigError: If a value cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        errors: int = 3,
+        pause_s: float = 1.0,
+        max_pause_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if errors < 1 or not 0 < pause_s <= max_pause_s:
+            raise ConfigError(
+                f"breaker of tier {name}: errors={errors}, pause_s={pause_s}, max_pause_s={max_pause_s}; "
+                "needs errors >= 1 and 0 < pause_s <= max_pause_s"
+            )
+        self.name = name
+        self.opened = 0
+        self._errors = errors
+        self._first_pause_s = pause_s
+        self._max_pause_s = max_pause_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._retry_at: float | None = None  # None: closed
+        self._pause_s = pause_s
+        self._trying = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last word on the tier is that it fails."""
+        return self._retry_at is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`enter` may be granted now; takes nothing."""
+        retry_at = self._retry_at
+        return retry_at is None or (not self._trying and self._clock() >= retry_at)
+
+    def enter(self) -> bool:
+        """Whether the tier may be asked now; ends with :meth:`leave` if so. Half open, one at a time may."""
+        if self._retry_at is None:
+            return True
+        with self._lock:
+            if self._retry_at is None:
+                return True
+            if self._trying or self._clock() < self._retry_at:
+                return False
+            self._trying = True
+            return True
+
+    def leave(self, *, failures: int, successes: int, reason: str = "") -> None:
+        """What came of it: operations that the tier failed, and those that show that it works."""
+        with self._lock:
+            self._trying = False
+            if successes:
+                self._failures = 0
+                if self._retry_at is not None:
+                    self._retry_at = None
+                    self._pause_s = self._first_pause_s
+                    _LOG.info("tier %s works again", self.name)
+            elif failures and self._retry_at is not None:
+                if self._clock() >= self._retry_at:  # else a call that was under way when it opened
+                    self._pause_s = min(2 * self._pause_s, self._max_pause_s)
+                    self._retry_at = self._clock() + self._pause_s
+            elif failures:
+                self._failures += failures
+                if self._failures >= self._errors:
+                    self._failures = 0
+                    self.opened += 1
+                    self._retry_at = self._clock() + self._pause_s
+                    _LOG.warning(
+                        "tier %s is not asked for %g s after %d errors, and until it works again: %s",
+                        self.name, self._pause_s, self._errors, reason or "no reason given",
+                    )  # fmt: skip

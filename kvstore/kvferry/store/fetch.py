@@ -1,0 +1,298 @@
+"""The way up: blocks that slower tiers hold are read into memory for a lease, and stay there by policy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvferry.core.chains import Block, ChainIndex
+from kvferry.core.errors import StoreError
+from kvferry.core.keys import BlockKey
+from kvferry.core.leases import SlotReadLease
+from kvferry.core.memory_namespace import MemoryNamespace
+from kvferry.core.segments import Slot
+from kvferry.store.level import Level
+from kvferry.store.tier import UNKNOWN_PARENT, BlockRead, ReadOutcome, ReadResult, TierNamespace
+
+if TYPE_CHECKING:
+    from kvferry.store.tiered import TieredStore
+
+__all__ = ["Fetcher"]
+
+_RECHECK_S = 0.05
+
+
+class _Item:
+    """One block to read: into which slot, from which tier, and what came of it."""
+
+    __slots__ = ("cancelled", "key", "level", "promote", "result", "slot")
+
+    def __init__(self, key: BlockKey, level: Level, slot: Slot, *, promote: bool) -> None:
+        self.key = key
+        self.level = level
+        self.slot = slot
+        self.promote = promote
+        self.cancelled = False  # removed meanwhile: it does not stay
+        self.result = ReadResult(ReadOutcome.FAILED, "not read yet")
+
+
+class _Plan(NamedTuple):
+    """What one load gives if every read succeeds.
+
+    Attributes:
+        namespace: Whose blocks.
+        order: The keys, in the order asked.
+        memory: Those in memory; held.
+        items: Those to be read.
+    """
+
+    namespace: MemoryNamespace
+    order: list[BlockKey]
+    memory: dict[BlockKey, Block]
+    items: list[_Item]
+
+
+class Fetcher:
+    """Reads for one store. Thread safe; methods that say so are called under the store's lock."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._fetching: dict[tuple[bytes, BlockKey], _Item] = {}  # those that are to stay
+        self._limbo: list[tuple[threading.Event, Slot]] = []
+
+    def load(
+        self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float, *, stay: bool = False
+    ) -> SlotReadLease:
+        """Lease the longest prefix that can be had from any tier; ``stay`` keeps all in memory.
+
+        Waits for room, or for another load that reads the same block, while it holds nothing itself; past
+        the deadline the prefix is as long as it is.
+        """
+        plan = self._plan(namespace, keys, deadline, stay)
+        try:
+            if plan.items:
+                self._read(plan, deadline)
+        finally:
+            lease = self._finish(plan)
+        return lease
+
+    # ---- under the store's lock --------------------------------------------------------------------
+
+    def cancel(self, namespace_id: bytes, keys: Iterable[BlockKey] | None) -> None:
+        """The keys, or all of the namespace, were removed: what is being read does not stay."""
+        if keys is None:
+            keys = [key for ns, key in self._fetching if ns == namespace_id]
+        for key in keys:
+            item = self._fetching.get((namespace_id, key))
+            if item is not None:
+                item.cancelled = True
+
+    def sweep(self) -> None:
+        """Give back the slots that a late tier has let go of."""
+        if not self._limbo:
+            return
+        pool = self._store._pool
+        left = []
+        for over, slot in self._limbo:
+            if over.is_set():
+                pool.quarantined_nbytes -= slot.slot_nbytes
+                pool.arena.free(slot)
+                self._store._cond.notify_all()
+            else:
+                left.append((over, slot))
+        self._limbo = left
+
+    @property
+    def recheck_s(self) -> float | None:
+        """How long a wait for room may last before it looks again; ``None`` if no event is missed."""
+        return _RECHECK_S if self._limbo else None
+
+    # ---- plan ----------------------------------------------------------------------------------------
+
+    def _plan(
+        self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float, stay: bool
+    ) -> _Plan:
+        store = self._store
+        while True:
+            where = store._locate(namespace, keys)
+            with store._cond:
+                now = store._begin(namespace.session, processes=True)
+                plan = self._try_plan(namespace, keys, where, patient=now < deadline)
+                if plan is not None:
+                    for item in plan.items:
+                        policy = item.level.options.promotion
+                        item.promote = stay or policy.promote(namespace.namespace_id, item.key)
+                        if item.promote:
+                            self._fetching[namespace.namespace_id, item.key] = item
+                    return plan
+                store._wait_for_room(now, deadline)
+
+    def _try_plan(
+        self, namespace: MemoryNamespace, keys: Sequence[BlockKey], where: dict[BlockKey, Level], *,
+        patient: bool,
+    ) -> _Plan | None:  # fmt: skip
+        """What can be given now; ``None`` if it is worth to wait for more."""
+        pool, ns = self._store._pool, namespace.namespace_id
+        index = pool.indexes.get(ns)
+        memory: dict[BlockKey, Block] = {}
+        wanted: dict[BlockKey, Level] = {}
+        order: list[BlockKey] = []
+        for key in keys:
+            block = None if index is None else index.entries.get(key)
+            if block is not None:
+                memory[key] = block
+            elif (ns, key) in self._fetching:
+                if patient:
+                    return None
+                break
+            elif key in where:
+                wanted[key] = where[key]
+            else:
+                break
+            order.append(key)
+        slots = self._slots(namespace, len(wanted), set(memory.values()), patient=patient)
+        if slots is None:
+            return None
+        if len(slots) < len(wanted):
+            first_without = list(wanted)[len(slots)]
+            order = order[: order.index(first_without)]
+            if not order and patient and self._room_may_come():
+                for slot in slots:
+                    pool.arena.free(slot)
+                return None
+            memory = {key: memory[key] for key in order if key in memory}
+        for block in memory.values():
+            pool.hold(block)
+        items = [_Item(k, wanted[k], s, promote=False) for k, s in zip(wanted, slots, strict=False)]
+        return _Plan(namespace, order, memory, items)
+
+    def _slots(
+        self, namespace: MemoryNamespace, count: int, protected: set[Block], *, patient: bool
+    ) -> list[Slot] | None:
+        """Up to ``count`` slots; ``None`` if more are on their way and there is time to wait."""
+        pool, nbytes = self._store._pool, namespace.slot_nbytes
+        count = min(count, pool.arena.capacity_nbytes // nbytes)
+        while count > 0:
+            found = pool.allocate(count, namespace.spec.block_nbytes, nbytes, lambda: protected)
+            if found is not None:
+                return found
+            if pool.leaving_nbytes and patient:
+                return None
+            spared = sum(block.nbytes for block in protected if not block.holds)
+            room = pool.arena.free_nbytes + pool.stored_nbytes - pool.held_nbytes - spared
+            count = min(count - 1, max(room, 0) // nbytes)
+        return []
+
+    def _room_may_come(self) -> bool:
+        pool = self._store._pool
+        return self._store._pinned_nbytes() + pool.quarantined_nbytes > 0
+
+    # ---- read ----------------------------------------------------------------------------------------
+
+    def _read(self, plan: _Plan, deadline: float) -> None:
+        """Read all items; one that its tier does not give is asked of the tiers below."""
+        store = self._store
+        space = store._space(plan.namespace)
+        left = list(plan.items)
+        while left:
+            by_level: dict[int, list[_Item]] = {}
+            for item in left:
+                by_level.setdefault(item.level.number, []).append(item)
+            _in_parallel([_reader(store, space, items, deadline) for items in by_level.values()])
+            left = [item for item in left if self._try_below(space, item, deadline)]
+
+    def _try_below(self, space: TierNamespace, item: _Item, deadline: float) -> bool:
+        result = item.result
+        if result.outcome is ReadOutcome.HIT or result.in_flight is not None or time.monotonic() >= deadline:
+            return False
+        for level in self._store.levels[item.level.number + 1 :]:
+            if level.contains(space, [item.key])[0]:
+                item.level = level
+                return True
+        return False
+
+    # ---- finish --------------------------------------------------------------------------------------
+
+    def _finish(self, plan: _Plan) -> SlotReadLease:
+        store, namespace = self._store, plan.namespace
+        with store._cond:
+            for item in plan.items:
+                if self._fetching.get((namespace.namespace_id, item.key)) is item:
+                    del self._fetching[namespace.namespace_id, item.key]
+            if store._closed:
+                raise StoreError("the store was closed during the load")
+            read = self._keep(plan)
+            given: list[Block] = []
+            for key in plan.order:
+                block = plan.memory.get(key) or read.get(key)
+                if block is None:
+                    break
+                given.append(block)
+            store._pool.touch([block for block in given if block.stored])
+            expires_at = time.monotonic() + store.lease_s
+            lease = store._pool.open_read(namespace.session, namespace.spec, given, expires_at)
+            for block in {**plan.memory, **read}.values():
+                store._pool.drop(block)  # what is neither leased nor stored is free again by this
+            store._cond.notify_all()
+            store._sweep(processes=True)  # if the session has ended meanwhile, so has the lease
+        return lease
+
+    def _keep(self, plan: _Plan) -> dict[BlockKey, Block]:
+        """The blocks that were read, each with one hold; slots without one go back."""
+        pool, namespace = self._store._pool, plan.namespace
+        ns = namespace.namespace_id
+        read: dict[BlockKey, Block] = {}
+        stay: list[Block] = []
+        for item in reversed(plan.items):  # tails first, so that heads count as used last
+            if item.result.outcome is not ReadOutcome.HIT:
+                self._give_back(item)
+                continue
+            index = pool.indexes.get(ns) or ChainIndex(ns, namespace.slot_nbytes)
+            block = index.entries.get(item.key)
+            if block is not None:  # saved meanwhile: equal keys name equal bytes
+                pool.arena.free(item.slot)
+            else:
+                parent = item.result.parent
+                block = Block(index, item.key, None if parent == UNKNOWN_PARENT else parent, item.slot)
+                block.places = item.level.bit
+                if item.promote and not item.cancelled:
+                    block.index = pool.index(ns, namespace.slot_nbytes)
+                    pool.add(block)
+                    stay.append(block)
+                    item.level.counts["promoted"] += 1
+            pool.hold(block)
+            read[item.key] = block
+        self._store._came_up(stay)
+        return read
+
+    def _give_back(self, item: _Item) -> None:
+        pool, over = self._store._pool, item.result.in_flight
+        if over is None or over.is_set():
+            pool.arena.free(item.slot)
+        else:
+            pool.quarantined_nbytes += item.slot.slot_nbytes
+            self._limbo.append((over, item.slot))
+
+
+def _reader(
+    store: TieredStore, space: TierNamespace, items: list[_Item], deadline: float
+) -> Callable[[], None]:
+    def read() -> None:
+        reads = [BlockRead(item.key, store.arena.view(item.slot)) for item in items]
+        results = items[0].level.read(space, reads, deadline=deadline)
+        for item, result in zip(items, results, strict=True):
+            item.result = result
+
+    return read
+
+
+def _in_parallel(calls: list[Callable[[], None]]) -> None:
+    """One call here, the others each in a thread of its own, which ends with this call."""
+    threads = [threading.Thread(target=call, name="kvferry-fetch", daemon=True) for call in calls[1:]]
+    for thread in threads:
+        thread.start()
+    calls[0]()
+    for thread in threads:
+        thread.join()  # a tier returns by the deadline that it was given

@@ -1,0 +1,259 @@
+"""A slower tier as the store uses it: its policies, its breaker, its counts, and its faults contained."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvferry.core.errors import ConfigError, KVFerryError
+from kvferry.core.keys import BlockKey
+from kvferry.store.breaker import Breaker
+from kvferry.store.policies import (
+    AdmissionPolicy,
+    AlwaysAdmit,
+    AlwaysPromote,
+    PromotionPolicy,
+    WritePolicy,
+    WriteThrough,
+)
+from kvferry.store.tier import (
+    BlockRead,
+    BlockWrite,
+    ReadOutcome,
+    ReadResult,
+    Tier,
+    TierEntry,
+    TierNamespace,
+    TierUsage,
+    WriteOutcome,
+    WriteResult,
+)
+
+__all__ = ["Level", "LevelOptions"]
+
+_LOG = logging.getLogger(__name__)
+_PATIENCE_S = 0.5  # a tier that was given less time than this and was late is not to blame
+T = TypeVar("T")
+_READ_WORKS = frozenset({ReadOutcome.HIT, ReadOutcome.CORRUPT})
+_WRITE_WORKS = frozenset({WriteOutcome.STORED, WriteOutcome.REFUSED})
+
+
+@dataclass(frozen=True)
+class LevelOptions:
+    """How the store uses one slower tier.
+
+    Attributes:
+        write: When blocks are written to it, and what happens when its queue is full.
+        admission: Which blocks are written to it.
+        promotion: Which blocks read from it stay in memory.
+        queue_nbytes: Most bytes queued for it; at least one block is always taken.
+        errors: Failures in a row that open its breaker.
+        pause_s: Seconds before it is tried again.
+        lookup_timeout_s: Longest wait for its answer to a lookup.
+        read_timeout_s: Longest wait for a read, if the caller's deadline is not sooner.
+        write_timeout_s: Longest wait for a write in the background.
+    """
+
+    write: WritePolicy = field(default_factory=WriteThrough)
+    admission: AdmissionPolicy = field(default_factory=AlwaysAdmit)
+    promotion: PromotionPolicy = field(default_factory=AlwaysPromote)
+    queue_nbytes: int = 256 << 20
+    errors: int = 3
+    pause_s: float = 1.0
+    lookup_timeout_s: float = 1.0
+    read_timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.queue_nbytes < 1:
+            raise ConfigError(f"queue_nbytes is {self.queue_nbytes}, must be at least 1")
+        for name in ("lookup_timeout_s", "read_timeout_s", "write_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be above 0")
+
+
+class Level:
+    """One slower tier, with its faults contained: whatever it does, the calls here return a result a key.
+
+    Thread safe. No call is made under the store's lock, but for :attr:`Breaker.ready`, the policies and
+    :meth:`mask`.
+
+    Args:
+        tier: The tier; closed by :meth:`close`.
+        number: Its place among the slower tiers, from 0.
+        options: See :class:`LevelOptions`.
+    """
+
+    def __init__(self, tier: Tier, number: int, options: LevelOptions) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.number = number
+        self.bit = 1 << number
+        self.options = options
+        self.breaker = Breaker(
+            tier.name, errors=options.errors, pause_s=options.pause_s, max_pause_s=60 * options.pause_s
+        )
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._masked: Counter[tuple[bytes, BlockKey]] = Counter()
+        self._undead: set[tuple[bytes, BlockKey]] = set()  # could not be removed: never shown again
+        self._told = False
+
+    # ---- removed blocks that are not gone yet ------------------------------------------------------
+
+    def mask(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> None:
+        """Do not show ``keys`` until :meth:`unmask` was called as often: their removal is under way."""
+        with self._lock:
+            self._masked.update((namespace_id, key) for key in keys)
+
+    def unmask(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> None:
+        """End one :meth:`mask`."""
+        with self._lock:
+            for key in keys:
+                name = (namespace_id, key)
+                self._masked[name] -= 1
+                if self._masked[name] <= 0:
+                    del self._masked[name]
+
+    def written(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> None:
+        """``keys`` were stored anew: what could not be removed before may be shown again."""
+        if self._undead:
+            with self._lock:
+                self._undead.difference_update((namespace_id, key) for key in keys)
+
+    # ---- verbs -------------------------------------------------------------------------------------
+
+    def open(self, namespace: TierNamespace) -> None:
+        """Tell the tier of a namespace."""
+        self._contained("open", lambda: self.tier.open(namespace), None)
+
+    def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each key can be had from the tier; none while its breaker is open."""
+        nothing = [False] * len(keys)
+        if not keys or not self.breaker.ready:
+            return nothing
+        deadline = time.monotonic() + self.options.lookup_timeout_s
+        found = self._contained(
+            "contains", lambda: self.tier.contains(namespace, keys, deadline=deadline), None
+        )
+        if found is None:
+            self.breaker.leave(failures=1, successes=0, reason=f"{self.name} could not tell what it holds")
+            return nothing
+        if self._masked or self._undead:
+            with self._lock:
+                ns, masked, undead = namespace.namespace_id, self._masked, self._undead
+                return [
+                    f and (ns, k) not in masked and (ns, k) not in undead
+                    for f, k in zip(found, keys, strict=True)
+                ]
+        return found
+
+    def read(
+        self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
+    ) -> list[ReadResult]:
+        """Read blocks; one result a block."""
+        if not self.breaker.enter():
+            self.counts["read_skipped"] += len(blocks)
+            return [ReadResult(ReadOutcome.FAILED, "its breaker is open")] * len(blocks)
+        started = time.monotonic()
+        deadline = min(deadline, started + self.options.read_timeout_s)
+        results = self._contained(
+            "read", lambda: self.tier.read_into(namespace, blocks, deadline=deadline), None
+        )
+        if results is None or len(results) != len(blocks):
+            results = [ReadResult(ReadOutcome.FAILED, "the tier broke its contract")] * len(blocks)
+        for result in results:
+            self.counts[f"read_{result.outcome.value}"] += 1
+        failed = [r for r in results if r.outcome is ReadOutcome.FAILED]
+        works = sum(r.outcome in _READ_WORKS for r in results)
+        self._judge(len(failed), works, failed[0].reason if failed else "", started, deadline)
+        return results
+
+    def write(self, namespace: TierNamespace, blocks: Sequence[BlockWrite]) -> list[WriteResult]:
+        """Write blocks; one result a block."""
+        if not self.breaker.enter():
+            self.counts["write_skipped"] += len(blocks)
+            return [WriteResult(WriteOutcome.FAILED, "its breaker is open")] * len(blocks)
+        started = time.monotonic()
+        deadline = started + self.options.write_timeout_s
+        results = self._contained(
+            "write", lambda: self.tier.write(namespace, blocks, deadline=deadline), None
+        )
+        if results is None or len(results) != len(blocks):
+            results = [WriteResult(WriteOutcome.FAILED, "the tier broke its contract")] * len(blocks)
+        for result in results:
+            self.counts[f"write_{result.outcome.value}"] += 1
+        failed = [r for r in results if r.outcome is WriteOutcome.FAILED]
+        works = sum(r.outcome in _WRITE_WORKS for r in results)
+        self._judge(len(failed), works, failed[0].reason if failed else "", started, deadline)
+        return results
+
+    def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Forget blocks; asked also while the breaker is open, since a removed block must not come back."""
+        deadline = time.monotonic() + self.options.write_timeout_s
+        found = self._contained("remove", lambda: self.tier.remove(namespace, keys, deadline=deadline), None)
+        if found is None:
+            with self._lock:
+                self._undead.update((namespace.namespace_id, key) for key in keys)
+            self.counts["remove_failed"] += len(keys)
+            return [False] * len(keys)
+        return found
+
+    def entries(self, namespace: TierNamespace) -> list[BlockKey]:
+        """Keys of all blocks that the tier knows of in one namespace."""
+
+        def scan() -> list[BlockKey]:
+            wanted = (namespace.tenant, namespace.namespace_id)
+            found: Iterator[TierEntry] = self.tier.scan()
+            return [e.key for e in found if (e.tenant, e.namespace_id) == wanted]
+
+        return self._contained("scan", scan, None) or []
+
+    def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], until: float) -> list[bool]:
+        """Keep held blocks from eviction; whether each is kept."""
+        nothing = [False] * len(keys)
+        found = self._contained("pin", lambda: self.tier.pin(namespace, keys, until=until), None)
+        return nothing if found is None else found
+
+    def unpin(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
+        """End :meth:`pin` early."""
+        self._contained("unpin", lambda: self.tier.unpin(namespace, keys), None)
+
+    def usage(self) -> TierUsage:
+        """What the tier holds and how it goes."""
+        return self._contained("usage", self.tier.usage, None) or TierUsage(healthy=False)
+
+    def flush(self, deadline: float) -> bool:
+        """Make durable what was stored; ``False`` if not."""
+        return bool(self._contained("flush", lambda: self.tier.flush(deadline=deadline), None))
+
+    def close(self) -> None:
+        """Close the tier."""
+        self._contained("close", self.tier.close, None)
+
+    # ---- faults --------------------------------------------------------------------------------------
+
+    def _contained(self, verb: str, call: Callable[[], T], on_fault: T | None) -> T | None:
+        """Run ``call``; an exception, which is against the contract, is counted and said once."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - a plug-in's fault must not fail the store's caller
+            self.counts["faults"] += 1
+            if not self._told:
+                self._told = True
+                _LOG.error(
+                    "tier %s raised in %s, against its contract; further ones are only counted: %s: %s",
+                    self.name, verb, type(error).__name__, error,
+                    exc_info=not isinstance(error, KVFerryError | OSError),
+                )  # fmt: skip
+            return on_fault
+
+    def _judge(self, failures: int, works: int, reason: str, started: float, deadline: float) -> None:
+        if failures and time.monotonic() >= deadline and deadline - started < _PATIENCE_S:
+            failures = 0
+        self.breaker.leave(failures=failures, successes=works, reason=reason)

@@ -1,0 +1,488 @@
+"""A ``BlockStore`` over tiers: memory first, then any list of slower ones."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from kvferry.core.blockstore import Completion, Hit, Stats
+from kvferry.core.chains import Block
+from kvferry.core.errors import ConfigError, KVFerryError, StoreError
+from kvferry.core.eviction import EvictionPolicy, LRUPolicy
+from kvferry.core.keys import BlockKey
+from kvferry.core.leases import SlotReadLease
+from kvferry.core.memory import DRAM, MemoryStore
+from kvferry.core.memory_namespace import MemoryNamespace
+from kvferry.core.pool import Fill, Leave
+from kvferry.core.sessions import Session
+from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.store.fetch import Fetcher
+from kvferry.store.level import Level, LevelOptions
+from kvferry.store.room import RoomKeeper
+from kvferry.store.tier import Tier, TierNamespace
+from kvferry.store.writer import TierWriter
+
+__all__ = ["StoreOptions", "TieredStore"]
+
+_LOG = logging.getLogger(__name__)
+_REMOVE_BATCH = 1024
+_COMPLETIONS = 4096
+_RECHECK_S = 0.5
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """How a store works besides its tiers.
+
+    Attributes:
+        watermarks: (low, high) shares of memory: above ``high`` blocks are evicted in the background until
+            ``low`` is reached, so that saves find room at once. ``None``: only when a save needs room.
+        prefetch_jobs: Most prefetches that wait; further ones are dropped and counted.
+        prefetch_timeout_s: Longest time of one prefetch.
+        close_s: Seconds that ``close`` may take to write what is on its way to slower tiers.
+    """
+
+    watermarks: tuple[float, float] | None = None
+    prefetch_jobs: int = 256
+    prefetch_timeout_s: float = 60.0
+    close_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.watermarks is not None and not 0 <= self.watermarks[0] < self.watermarks[1] <= 1:
+            raise ConfigError(f"watermarks are {self.watermarks}; needs 0 <= low < high <= 1")
+        if self.prefetch_jobs < 1 or not self.prefetch_timeout_s > 0 or self.close_s < 0:
+            raise ConfigError("prefetch_jobs >= 1, prefetch_timeout_s > 0 and close_s >= 0 are needed")
+
+
+class TieredStore(MemoryStore):
+    """Blocks of one tenant in memory and in slower tiers. Thread safe.
+
+    A block is saved into memory and copied down by each tier's write policy; a load gives views of
+    memory, into which blocks from slower tiers are read first. A tier that fails shortens the prefix and
+    never fails a call. ``stats`` counts memory; ``per_tier`` has the other tiers.
+
+    Args:
+        capacity_nbytes: Hard bound of the memory tier.
+        tiers: Slower tiers, fastest first, each alone or with how it is used. They belong to the store,
+            which closes them.
+        tenant: Whose KV it holds.
+        lease_s: Seconds that a lease lasts.
+        write_quota_nbytes: See :class:`MemoryStore`.
+        session: See :class:`MemoryStore`.
+        eviction: Makes the eviction policy of the memory tier.
+        options: See :class:`StoreOptions`.
+
+    Raises:
+        ConfigError: If a value cannot be used; the tiers are closed then.
+    """
+
+    def __init__(
+        self,
+        capacity_nbytes: int,
+        tiers: Sequence[Tier | tuple[Tier, LevelOptions]] = (),
+        *,
+        tenant: str = "default",
+        lease_s: float = 30.0,
+        write_quota_nbytes: int | None = None,
+        session: Session | None = None,
+        eviction: Callable[[int], EvictionPolicy] = LRUPolicy,
+        options: StoreOptions = StoreOptions(),
+    ) -> None:
+        self._fetcher = Fetcher(self)
+        self._closing = False
+        pairs = [t if isinstance(t, tuple) else (t, LevelOptions()) for t in tiers]
+        try:
+            names = [DRAM, *(tier.name for tier, _ in pairs)]
+            if len(set(names)) < len(names):
+                raise ConfigError(f"tiers need different names, got {names}")
+            super().__init__(
+                capacity_nbytes, tenant=tenant, lease_s=lease_s, write_quota_nbytes=write_quota_nbytes,
+                session=session, eviction=eviction,
+            )  # fmt: skip
+            self.levels = [Level(tier, number, given) for number, (tier, given) in enumerate(pairs)]
+        except ConfigError:
+            for tier, _ in pairs:
+                tier.close()
+            raise
+        self.options = options
+        self._spaces: dict[bytes, TierNamespace] = {}
+        self._completions: deque[Completion] = deque(maxlen=_COMPLETIONS)
+        self._executor: ThreadPoolExecutor | None = None
+        self._numbers = itertools.count()
+        self._prefetching = 0
+        self._prefetch_dropped = 0
+        self._lost_told = 0
+        self._start()
+
+    def _start(self) -> None:
+        notify = self._cond.notify_all
+        self._writers = [TierWriter(level, self._pool, self._lock, notify) for level in self.levels]
+        self._at_commit = [w for w in self._writers if w.level.options.write.when == "commit"]
+        self._at_evict = [w for w in self._writers if w.level.options.write.when == "evict"]
+        self._on_use = [w for w in self._writers if w.level.options.admission.asks_on_use]
+        if self._at_evict:
+            self._pool.may_leave = self._may_leave
+        self._room = None
+        if self.options.watermarks is not None:
+            self._room = RoomKeeper(self._pool, self._lock, notify, self.options.watermarks)
+            self._room.start()
+        for writer in self._writers:
+            writer.start()
+
+    # ---- the BlockStore ----------------------------------------------------------------------
+
+    def poll(self) -> list[Completion]:
+        """What ended in the background since the last call: prefetches."""
+        super().poll()
+        found: list[Completion] = []
+        while self._completions:
+            found.append(self._completions.popleft())
+        return found
+
+    def flush(self, *, deadline: float) -> bool:
+        """Wait until everything committed has reached its slower tiers and is durable there.
+
+        Blocks that are written only when they are evicted are written now.
+
+        Returns:
+            ``False`` at the deadline, or if blocks were lost to a slower tier since the last call: dropped
+            at a full queue, or because the tier failed.
+        """
+        with self._cond:
+            self._require_open()
+            if not self._drain(deadline):
+                return False
+            lost = sum(writer.lost_blocks for writer in self._writers)
+            whole, self._lost_told = lost == self._lost_told, lost
+        for level in self.levels:
+            whole = level.flush(deadline) and whole
+        return whole
+
+    def stats(self) -> Stats:
+        """Counters and gauges: the whole store's are those of memory, see :class:`MemoryStore`.
+
+        ``pinned_nbytes`` includes blocks that are being copied to a slower tier.
+        """
+        found = super().stats()
+        if not found.per_tier or not self.levels:
+            return found
+        per_tier = {name: dict(values) for name, values in found.per_tier.items()}
+        for level, writer in zip(self.levels, self._writers, strict=True):
+            usage = level.usage()
+            per_tier[level.name] = {
+                "entries": float(usage.entries),
+                "used_nbytes": float(usage.used_nbytes),
+                "capacity_nbytes": float(usage.capacity_nbytes),
+                "healthy": float(usage.healthy and not level.breaker.is_open),
+                "breaker_opened": float(level.breaker.opened),
+                "queued_nbytes": float(writer.queued_nbytes),
+                "lost_blocks": float(writer.lost_blocks),
+                **{name: float(count) for name, count in usage.counters.items()},
+                **{name: float(count) for name, count in dict(level.counts).items()},
+            }
+        per_tier[DRAM]["prefetches_dropped"] = float(self._prefetch_dropped)
+        return replace(found, per_tier=per_tier)
+
+    def close(self) -> None:
+        """Write what is on its way down, within ``close_s``; end all leases, threads and tiers."""
+        with self._cond:
+            if self._closing:
+                return
+            self._closing = True
+            self._cond.notify_all()
+            deadline = time.monotonic() + self.options.close_s
+            if not self._drain(deadline):
+                left = sum(writer.queued_nbytes for writer in self._writers)
+                _LOG.warning(
+                    "closed with %d bytes not written to slower tiers after %g s", left, self.options.close_s
+                )
+            for writer in self._writers:
+                writer.stop()
+        for level in self.levels:
+            level.flush(max(deadline, time.monotonic() + 1))
+            level.close()  # what still runs in it fails now
+        if self._room is not None:
+            self._room.close()
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+        for writer in self._writers:
+            if not writer.join(time.monotonic() + 5.0):
+                _LOG.warning("tier %s does not end its last write; its thread is left", writer.level.name)
+        super().close()
+
+    # ---- called by namespaces --------------------------------------------------------------------
+
+    def _namespace(self, session: Session, spec: KVSpec, scope: KeyScope) -> MemoryNamespace:
+        namespace = super()._namespace(session, spec, scope)
+        if namespace.namespace_id not in self._spaces:
+            space = TierNamespace.of(self.tenant, spec, scope)
+            for level in self.levels:
+                level.open(space)
+            self._spaces[namespace.namespace_id] = space
+        return namespace
+
+    def _space(self, namespace: MemoryNamespace) -> TierNamespace:
+        return self._spaces[namespace.namespace_id]
+
+    def _lookup(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Hit:
+        if not self.levels:
+            return super()._lookup(namespace, keys)
+        with self._cond:
+            self._require_open()
+            index = self._pool.indexes.get(namespace.namespace_id)
+            stored = {} if index is None else index.entries
+            tiers = [DRAM if key in stored else None for key in keys]
+        if None in tiers:
+            names = self._locate_missing(
+                namespace, [k for k, t in zip(keys, tiers, strict=True) if t is None]
+            )
+            if names:
+                tiers = [
+                    t or (names[k].name if k in names else None) for k, t in zip(keys, tiers, strict=True)
+                ]
+        hit = Hit(tuple(tiers))
+        with self._cond:
+            self._count_lookup(hit)
+        return hit
+
+    def _locate(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> dict[BlockKey, Level]:
+        """The fastest slower tier of each key that is not in memory; without the lock."""
+        with self._cond:
+            index = self._pool.indexes.get(namespace.namespace_id)
+            stored = {} if index is None else index.entries
+            missing = [key for key in keys if key not in stored]
+        return self._locate_missing(namespace, missing)
+
+    def _locate_missing(
+        self, namespace: MemoryNamespace, missing: Sequence[BlockKey]
+    ) -> dict[BlockKey, Level]:
+        space, found = self._space(namespace), dict[BlockKey, Level]()
+        for level in self.levels:
+            if not missing:
+                break
+            held = level.contains(space, missing)
+            found.update((key, level) for key, is_held in zip(missing, held, strict=True) if is_held)
+            missing = [key for key, is_held in zip(missing, held, strict=True) if not is_held]
+        return found
+
+    def _below(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Collection[BlockKey]:
+        return self._locate(namespace, keys) if self.levels else ()
+
+    def _load(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float) -> SlotReadLease:
+        with self._cond:
+            now = self._begin(namespace.session)
+            blocks = self._pool.prefix(namespace.namespace_id, keys)
+            if self._on_use:
+                self._used(blocks)
+            if len(blocks) == len(keys) or not self.levels:
+                self._pool.touch(blocks)
+                return self._pool.open_read(namespace.session, namespace.spec, blocks, now + self.lease_s)
+        return self._fetcher.load(namespace, keys, deadline)
+
+    def _prefetch(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:
+        self._bring_up(namespace, keys, None)
+
+    def _bring_up(
+        self, namespace: MemoryNamespace, keys: Sequence[BlockKey], pin_until: float | None
+    ) -> None:
+        """Read blocks into memory in the background; pin them there if so wished."""
+        if not keys or not self.levels:
+            return
+        with self._cond:
+            self._require_open()
+            if self._prefetching >= self.options.prefetch_jobs:
+                self._prefetch_dropped += 1
+                return
+            self._prefetching += 1
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(2, thread_name_prefix="kvferry-prefetch")
+            self._executor.submit(self._prefetch_job, namespace, list(keys), pin_until)
+
+    def _prefetch_job(
+        self, namespace: MemoryNamespace, keys: list[BlockKey], pin_until: float | None
+    ) -> None:
+        started = time.monotonic()
+        count = 0
+        try:
+            deadline = started + self.options.prefetch_timeout_s
+            lease = self._fetcher.load(namespace, keys, deadline, stay=True)
+            count = len(lease)
+            if pin_until is not None:
+                super()._pin(namespace, lease.keys, pin_until)
+            lease.release()
+        except KVFerryError as error:  # closed, or the session has ended
+            _LOG.debug("prefetch of %d blocks ended: %s", len(keys), error)
+        except Exception:  # noqa: BLE001 - root of a job: it must not end unseen
+            _LOG.exception("prefetch of %d blocks failed", len(keys))
+        finally:
+            with self._cond:
+                self._prefetching -= 1
+            nbytes, seconds = count * namespace.spec.block_nbytes, time.monotonic() - started
+            failed = tuple(range(count, len(keys)))
+            job = f"prefetch-{next(self._numbers)}"
+            self._completions.append(Completion(job, "prefetch", not failed, nbytes, seconds, failed))
+
+    def _pin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], until: float) -> int:
+        keys = list(dict.fromkeys(keys))
+        count = super()._pin(namespace, keys, until)
+        if count == len(keys) or not self.levels:
+            return count
+        where = self._locate(namespace, keys)
+        unkept: list[BlockKey] = []
+        for level in self.levels:
+            mine = [key for key in keys if where.get(key) is level]
+            if mine:
+                kept = level.pin(self._space(namespace), mine, until)
+                unkept.extend(key for key, ok in zip(mine, kept, strict=True) if not ok)
+        self._bring_up(namespace, unkept, until)  # a tier that cannot keep them: memory does
+        return count + len(where)
+
+    def _unpin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:
+        super()._unpin(namespace, keys)
+        for level in self.levels:
+            level.unpin(self._space(namespace), keys)
+
+    def _remove(self, namespace: MemoryNamespace, keys: Sequence[BlockKey] | None) -> int:
+        ns = namespace.namespace_id
+        with self._cond:
+            self._require_open()
+            for writer in self._writers:
+                writer.cancel(ns, keys)
+            self._fetcher.cancel(ns, keys)
+            gone = set(self._forget(ns, keys))
+        space = self._space(namespace)
+        for level in self.levels:
+            chosen = level.entries(space) if keys is None else list(dict.fromkeys(keys))
+            for start in range(0, len(chosen), _REMOVE_BATCH):
+                batch = chosen[start : start + _REMOVE_BATCH]
+                held = level.remove(space, batch)
+                gone.update(key for key, was_held in zip(batch, held, strict=True) if was_held)
+        return len(gone)
+
+    # ---- the way down; under the lock ------------------------------------------------------------
+
+    def _stored(self, blocks: Sequence[Block], fill: Fill | None) -> None:
+        """Blocks were saved: queue them for the tiers that get them at once."""
+        if self._room is not None:
+            self._room.look()
+        if fill is None:
+            return
+        for writer in self._at_commit:
+            options, late = writer.level.options, list[Block]()
+            for block in blocks:
+                if not options.admission.admit(fill.namespace_id, block.key):
+                    continue
+                if not late and self._put(writer, block):
+                    continue
+                if options.write.full == "wait" and writer.level.breaker.ready:
+                    self._pool.hold(block)
+                    late.append(block)
+                else:
+                    writer.drop(1, block.nbytes)
+            for block in late:
+                self._put_late(writer, block, fill.deadline)
+
+    def _put(self, writer: TierWriter, block: Block) -> bool:
+        if not writer.level.breaker.ready or not writer.has_place(block.nbytes):
+            return False
+        writer.put(self._spaces[block.index.namespace_id], block)
+        return True
+
+    def _put_late(self, writer: TierWriter, block: Block, deadline: float) -> None:
+        """Queue a held block as soon as there is a place; dropped at the deadline."""
+        while block.stored and not self._closing and writer.level.breaker.ready:
+            now = time.monotonic()
+            if writer.has_place(block.nbytes) or now >= deadline:
+                break
+            self._cond.wait(min(deadline - now, _RECHECK_S))
+        if block.stored and not self._put(writer, block):
+            writer.drop(1, block.nbytes)
+        self._pool.drop(block)
+
+    def _used(self, blocks: Sequence[Block]) -> None:
+        """Blocks in memory were used: tiers that admit on use may want them now."""
+        for writer in self._on_use:
+            admit = writer.level.options.admission.admit
+            for block in blocks:
+                unseen = not block.places & writer.level.bit and not writer.is_queued(block)
+                wanted = unseen and admit(block.index.namespace_id, block.key)
+                if wanted and writer in self._at_commit:
+                    self._put(writer, block)
+
+    def _came_up(self, blocks: Sequence[Block]) -> None:
+        """Blocks were read from a slower tier and stay: tiers in between may get them too."""
+        for writer in self._at_commit:
+            for block in blocks:
+                if writer.level.bit < block.places and writer.level.options.admission.admit(
+                    block.index.namespace_id, block.key
+                ):
+                    self._put(writer, block)
+
+    def _may_leave(self, block: Block) -> Leave:
+        """Asked by the pool before it evicts: tiers that get blocks on eviction get it first."""
+        chosen: list[TierWriter] = []
+        for writer in self._at_evict:
+            options = writer.level.options
+            if block.places & writer.level.bit:
+                continue
+            if not writer.level.breaker.ready:
+                writer.drop(1, block.nbytes)
+            elif writer.has_place(block.nbytes):
+                if options.admission.admit(block.index.namespace_id, block.key):
+                    chosen.append(writer)
+            elif options.write.full == "wait":
+                return Leave.NOT_YET
+            else:
+                writer.drop(1, block.nbytes)
+        for writer in chosen:
+            writer.put(self._spaces[block.index.namespace_id], block, leaving=True)
+        return Leave.COPIED_FIRST if chosen else Leave.NOW
+
+    def _drain(self, deadline: float) -> bool:
+        """Wait until all queues are empty, with what is written on eviction; ``False`` at the deadline."""
+        todo = [(writer, block) for writer in self._at_evict for block in self._dirty(writer)]
+        todo.reverse()
+        while True:
+            while todo:
+                writer, block = todo[-1]
+                if block.stored and not block.places & writer.level.bit and not writer.is_queued(block):
+                    if writer.level.breaker.ready and not writer.has_place(block.nbytes):
+                        break
+                    if not self._put(writer, block):
+                        writer.drop(1, block.nbytes)
+                todo.pop()
+            if not todo and all(writer.idle for writer in self._writers):
+                return True
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            self._cond.wait(min(deadline - now, _RECHECK_S))
+
+    def _dirty(self, writer: TierWriter) -> list[Block]:
+        """Blocks in memory that the tier should have and has not, heads first."""
+        admit = writer.level.options.admission.admit
+        return [
+            block
+            for index in self._pool.indexes.values()
+            for block in index.entries.values()
+            if not block.places & writer.level.bit and admit(index.namespace_id, block.key)
+        ]
+
+    # ---- under the lock ------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._closing or self._closed:
+            raise StoreError("the store is closed")
+
+    def _sweep(self, *, processes: bool = False) -> float:
+        self._fetcher.sweep()
+        return super()._sweep(processes=processes)
+
+    def _wait_for_room(self, now: float, deadline: float) -> None:
+        recheck_s = self._fetcher.recheck_s
+        super()._wait_for_room(now, deadline if recheck_s is None else min(deadline, now + recheck_s))

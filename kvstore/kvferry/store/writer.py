@@ -1,0 +1,272 @@
+"""Copies from memory to one slower tier, in the background, bounded in bytes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvferry.core.chains import Block
+from kvferry.core.keys import BlockKey
+from kvferry.core.pool import BlockPool
+from kvferry.store.level import Level
+from kvferry.store.tier import BlockWrite, TierNamespace, WriteOutcome, WriteResult
+
+__all__ = ["TierWriter", "WriteJob"]
+
+_LOG = logging.getLogger(__name__)
+_BATCH_BLOCKS = 32
+_BATCH_NBYTES = 64 << 20
+_LIMBO_PAUSE_S = 0.05
+_DONE = frozenset({WriteOutcome.STORED, WriteOutcome.PRESENT})
+
+
+class WriteJob:
+    """One block on its way to the tier; it holds the block.
+
+    Attributes:
+        namespace: Whose block it is.
+        block: The block.
+        leaving: Memory waits for the copy to give the room to others.
+        cancelled: The block was removed meanwhile.
+    """
+
+    __slots__ = ("block", "cancelled", "leaving", "namespace")
+
+    def __init__(self, namespace: TierNamespace, block: Block, *, leaving: bool) -> None:
+        self.namespace = namespace
+        self.block = block
+        self.leaving = leaving
+        self.cancelled = False
+
+
+class _Limbo(NamedTuple):
+    """A write that was given up while the tier's hand was still on the block."""
+
+    over: threading.Event
+    job: WriteJob
+
+
+class TierWriter:
+    """The queue of one tier and the one thread that empties it.
+
+    One thread, so that the writes and removals of a key happen in their order; a batch is written by as
+    many hands as the tier has. All methods but :meth:`start` and :meth:`join` are called under the
+    store's lock.
+
+    Args:
+        level: The tier.
+        pool: The memory that is copied from.
+        lock: The store's lock.
+        changed: Called under the lock when room or the queue's length has changed.
+
+    Attributes:
+        queued_nbytes: Of jobs that wait or are under way.
+        lost_blocks: Blocks that did not reach the tier: dropped, or the write failed.
+    """
+
+    def __init__(
+        self, level: Level, pool: BlockPool, lock: threading.Lock, changed: Callable[[], None]
+    ) -> None:
+        self.level = level
+        self.queued_nbytes = 0
+        self.lost_blocks = 0
+        self._pool = pool
+        self._lock = lock
+        self._work = threading.Condition(lock)
+        self._changed = changed
+        self._queue: deque[WriteJob] = deque()
+        self._jobs: dict[tuple[bytes, BlockKey], WriteJob] = {}  # waiting or under way, newest of a key
+        self._limbo: list[_Limbo] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"kvferry-write-{level.name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    # ---- the queue ---------------------------------------------------------------------------------
+
+    def has_place(self, nbytes: int) -> bool:
+        """Whether a block of that size may be queued."""
+        return self.queued_nbytes == 0 or self.queued_nbytes + nbytes <= self.level.options.queue_nbytes
+
+    def is_queued(self, block: Block) -> bool:
+        """Whether the block waits or is under way."""
+        job = self._jobs.get((block.index.namespace_id, block.key))
+        return job is not None and job.block is block
+
+    def put(self, namespace: TierNamespace, block: Block, *, leaving: bool = False) -> None:
+        """Queue a stored block; the caller asked :meth:`has_place`."""
+        job = WriteJob(namespace, block, leaving=leaving)
+        if leaving:
+            self._pool.leave(block)
+        else:
+            self._pool.hold(block)
+        self.queued_nbytes += block.nbytes
+        self._jobs[namespace.namespace_id, block.key] = job
+        self._queue.append(job)
+        self._work.notify()
+
+    def drop(self, count: int, nbytes: int) -> None:
+        """Count blocks that are not written, since the queue has no place or the tier does not work."""
+        self.lost_blocks += count
+        self.level.counts["write_dropped"] += count
+        self.level.counts["write_dropped_nbytes"] += nbytes
+
+    def cancel(self, namespace_id: bytes, keys: Sequence[BlockKey] | None) -> None:
+        """Blocks, or all of a namespace, were removed: not written, or removed again if under way."""
+        if keys is None:
+            keys = [key for ns, key in self._jobs if ns == namespace_id]
+        for key in keys:
+            job = self._jobs.get((namespace_id, key))
+            if job is not None and not job.cancelled:
+                job.cancelled = True
+                self.level.mask(namespace_id, [key])
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or is under way."""
+        return self.queued_nbytes == 0
+
+    def stop(self) -> None:
+        """Write nothing more; what waits is dropped."""
+        self._stopping = True
+        self._work.notify()
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the thread; ``False`` if the tier keeps it beyond ``deadline``."""
+        if self._thread.is_alive():
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    # ---- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    over, batch = self._next()
+                if over:
+                    self._end_late(over)
+                elif batch:
+                    self._write(batch)
+                else:
+                    return
+        except Exception:  # noqa: BLE001 - root of a thread: it must not end unseen
+            _LOG.exception("the writer of tier %s has ended; nothing more is written to it", self.level.name)
+            with self._lock:
+                self._stopping = True
+                self._drop_all()
+
+    def _next(self) -> tuple[list[WriteJob], list[WriteJob]]:
+        """Late jobs that the tier let go of, or the next jobs of one namespace; neither at the end."""
+        while True:
+            over = [limbo.job for limbo in self._limbo if limbo.over.is_set()]
+            if over:
+                self._limbo = [limbo for limbo in self._limbo if limbo.job not in over]
+                return over, []
+            if self._stopping:
+                self._drop_all()
+                return [], []
+            if self._queue:
+                return [], self._batch()
+            self._work.wait(_LIMBO_PAUSE_S if self._limbo else 3600.0)
+
+    def _batch(self) -> list[WriteJob]:
+        first = self._queue[0]
+        batch: list[WriteJob] = []
+        nbytes = 0
+        while self._queue and len(batch) < _BATCH_BLOCKS and nbytes < _BATCH_NBYTES:
+            if self._queue[0].namespace != first.namespace:
+                break
+            job = self._queue.popleft()
+            nbytes += job.block.nbytes
+            batch.append(job)
+        return batch
+
+    def _write(self, batch: list[WriteJob]) -> None:
+        with self._lock:
+            live = [job for job in batch if not job.cancelled]
+            writes = [
+                BlockWrite(
+                    job.block.key,
+                    self._pool.arena.view(job.block.slot),
+                    job.block.parent,
+                    0 if job.block.parent is None else -1,
+                )
+                for job in live
+            ]
+        namespace = batch[0].namespace
+        results = self.level.write(namespace, writes) if writes else []
+        del writes  # the views
+        outcome = dict(zip(live, results, strict=True))
+        with self._lock:
+            gone = [job for job in live if job.cancelled]
+            for job in batch:
+                if not job.cancelled or job not in outcome:
+                    self._finish(job, outcome.get(job))
+            self._changed()
+        if gone:
+            self._remove_again(gone, outcome)
+
+    def _remove_again(self, gone: list[WriteJob], outcome: dict[WriteJob, WriteResult]) -> None:
+        """What was removed while it was written: out of the tier, and only then out of sight of nobody."""
+        self.level.remove(gone[0].namespace, [job.block.key for job in gone])
+        with self._lock:
+            for job in gone:
+                self._finish(job, outcome[job])
+            self._changed()
+
+    def _finish(self, job: WriteJob, result: WriteResult | None) -> None:
+        """End a job; ``result`` is ``None`` for one that was never handed to the tier."""
+        block, key = job.block, job.block.key
+        name = (job.namespace.namespace_id, key)
+        if result is not None and result.in_flight is not None and not result.in_flight.is_set():
+            self._limbo.append(_Limbo(result.in_flight, job))
+            if job.leaving:  # nobody should wait for its room any more
+                job.leaving = False
+                self._pool.stay(block)
+            self._count_loss(job)
+            return
+        if result is not None and result.outcome in _DONE and not job.cancelled:
+            block.places |= self.level.bit
+            self.level.written(job.namespace.namespace_id, [key])
+        elif result is not None and result.outcome is WriteOutcome.FAILED:
+            self._count_loss(job)
+        self._end(job, name)
+
+    def _count_loss(self, job: WriteJob) -> None:
+        if not job.cancelled:
+            self.lost_blocks += 1
+
+    def _end(self, job: WriteJob, name: tuple[bytes, BlockKey]) -> None:
+        if job.cancelled:
+            self.level.unmask(name[0], [name[1]])
+        if self._jobs.get(name) is job:
+            del self._jobs[name]
+        self.queued_nbytes -= job.block.nbytes
+        if job.leaving:
+            self._pool.left(job.block)
+        else:
+            self._pool.drop(job.block)
+
+    def _end_late(self, over: list[WriteJob]) -> None:
+        for job in over:
+            if job.cancelled:  # the tier may have it after all
+                self.level.remove(job.namespace, [job.block.key])
+        with self._lock:
+            for job in over:
+                self._end(job, (job.namespace.namespace_id, job.block.key))
+            self._changed()
+
+    def _drop_all(self) -> None:
+        for job in self._queue:
+            if not job.cancelled:
+                self.drop(1, job.block.nbytes)
+            self._end(job, (job.namespace.namespace_id, job.block.key))
+        self._queue.clear()
+        self._changed()

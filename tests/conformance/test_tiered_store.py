@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvferry.core.chains import Block
+from kvferry.core.memory import DRAM
+from kvferry.core.pool import Fill
+from kvferry.store.level import LevelOptions
+from kvferry.store.policies import LRUPolicy, OnEvict, WriteBack, WriteThrough
+from kvferry.store.tier import Tier
+from kvferry.store.tiered import TieredStore
+from kvferry.testing.blockstore import BlockStoreSuite
+from kvferry.testing.fake_tier import FakeTier
+
+
+class SettledStore(TieredStore):
+    """Waits for its writers at each save: a block that is being copied is not evicted, so that the order
+    of eviction would depend on time."""
+
+    def _stored(self, blocks: Sequence[Block], fill: Fill | None) -> None:
+        super()._stored(blocks, fill)
+
+        while not all(writer.idle for writer in self._at_commit):
+            assert self._cond.wait(10)
+
+
+class TestMemoryOnly(BlockStoreSuite):
+    def make_store(self, capacity_nbytes: int, *, lease_s: float = 30.0) -> TieredStore:
+        return TieredStore(capacity_nbytes, lease_s=lease_s)
+
+
+class _OverFake(BlockStoreSuite):
+    memory_tier = DRAM
+    write: Callable[[], WriteThrough | WriteBack | OnEvict] = WriteThrough
+
+    def make_tiers(self) -> list[tuple[Tier, LevelOptions]]:
+        return [(FakeTier(), LevelOptions(write=type(self).write()))]
+
+    def make_store(self, capacity_nbytes: int, *, lease_s: float = 30.0) -> TieredStore:
+        return SettledStore(capacity_nbytes, self.make_tiers(), lease_s=lease_s, eviction=LRUPolicy)
+
+
+class TestWriteThrough(_OverFake):
+    pass
+
+
+class TestOnEvict(_OverFake):
+    write = OnEvict
+
+
+class TestTwoTiers(_OverFake):
+    def make_tiers(self) -> list[tuple[Tier, LevelOptions]]:
+        return [
+            (FakeTier("near", 20 * 8192), LevelOptions(write=OnEvict())),
+            (FakeTier("far"), LevelOptions(write=WriteBack())),
+        ]
