@@ -455,6 +455,24 @@ def test_nothing_listens_beyond_loopback(split: SplitDeployment) -> None:
         assert "//127.0.0.1:" in address
 
 
+def test_other_hosts_are_let_in_only_when_told_to(models: Path) -> None:
+    for role in ("decode", "gateway"):
+        more = ("--model", str(models / "tiny")) if role == "decode" else ()
+        with Command(role, "--listen", "0.0.0.0:0", *more) as worker:
+            assert worker.wait() == 2
+            assert "wire.trusted_network=true" in worker.err
+            assert f"({role}." in worker.err
+            assert "ready" not in worker.out
+
+
+def test_kv_is_not_sent_to_another_host(split: SplitDeployment) -> None:
+    sampling = SamplingParams(max_tokens=2)
+    prefill = Prefill(request="r", stream="away", kv_address="tcp://192.0.2.1:9", sampling=sampling)
+    with pytest.raises(RequestError, match="not on this host"):
+        split.call("prefill", prefill, PrefillDone, [np.asarray([1, 2, 3], "<u4")])
+    split.wait_idle(SLACK_S, ("prefill",))
+
+
 # ---- the last test of the module: it stops everything --------------------------------------------
 
 

@@ -62,6 +62,10 @@ class WireConfig(Section):
     max_connections: int = Field(
         default=256, ge=1, le=65536, description="Connections served at once by one listener."
     )
+    trusted_network: bool = Field(
+        default=False,
+        description="Whether addresses beyond loopback may be used, although there are no credentials.",
+    )
 
 
 class StreamConfig(Section):

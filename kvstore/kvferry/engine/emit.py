@@ -19,7 +19,6 @@ def emit_to(sender: LayerSender, prompt_tokens: int) -> Emit:
         sender: Takes the layers; queues, never blocks.
         prompt_tokens: Length of the prompt; the last block may be partial.
     """
-
     missing = sender.missing
 
     def emit(sequence: Sequence, layer: int, first_token: int, stop_token: int) -> None:

@@ -13,7 +13,7 @@ from types import FrameType
 from kvferry.core.address import parse_url
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError
 
-__all__ = ["StopSignal", "listening", "print_ready", "warn_if_open"]
+__all__ = ["StopSignal", "is_loopback", "listening", "print_ready", "require_loopback"]
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +67,33 @@ def print_ready(role: str, **fields: object) -> None:
     print("ready", *words, flush=True)
 
 
-def warn_if_open(url: str) -> None:
-    """Say it if an address can be reached from other hosts: nothing asks for a credential yet."""
+def is_loopback(url: str) -> bool:
+    """Whether an address can only be reached from this host."""
     address = parse_url(url, default_port=0)
     if address.scheme in ("unix", "inproc") or address.host == "localhost":
-        return
+        return True
     try:
-        inside = ipaddress.ip_address(address.host.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(address.host.partition("%")[0]).is_loopback
     except ValueError:
-        inside = False
-    if not inside:
-        log.warning("%s is no loopback address: whoever reaches it can use it, there are no credentials", url)
+        return False
+
+
+def require_loopback(url: str, option: str, *, trusted_network: bool) -> None:
+    """Refuse an address that other hosts can reach, unless the configuration says that they are trusted.
+
+    Nothing asks for a credential yet.
+
+    Raises:
+        ConfigError: With the address and the option to change.
+    """
+    if is_loopback(url):
+        return
+    if not trusted_network:
+        raise ConfigError(
+            f"{url} ({option}) can be reached from other hosts, and there are no credentials yet: choose a "
+            "loopback address, or set wire.trusted_network=true if everyone who reaches it may use it"
+        )
+    log.warning("%s: whoever reaches it can use it, there are no credentials (wire.trusted_network)", url)
 
 
 def listening(error: ConnectError, url: str, option: str) -> ConfigError:

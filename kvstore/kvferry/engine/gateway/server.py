@@ -20,7 +20,7 @@ from kvferry.engine.gateway.http import HttpLimits, create_app
 from kvferry.engine.gateway.metrics import GatewayMetrics
 from kvferry.engine.gateway.router import Router, TimeLimits
 from kvferry.engine.pools import ChannelPools
-from kvferry.engine.process import StopSignal, print_ready, warn_if_open
+from kvferry.engine.process import StopSignal, print_ready, require_loopback
 from kvferry.engine.tokenizer import Tokenizer, load_tokenizer
 from kvferry.wire import ChannelOptions
 
@@ -72,7 +72,7 @@ def serve(config: Config, stop: StopSignal) -> None:
         ConfigError: If the address cannot be bound, or the tokenizer not be read.
     """
     address = parse_url(config.gateway.listen, default_scheme="http", default_port=8400)
-    warn_if_open(address.url)
+    require_loopback(address.url, "--listen (gateway.listen)", trusted_network=config.wire.trusted_network)
     bound = _bind(address)
     router = make_router(config)
     limits = HttpLimits(max_body_nbytes=config.gateway.max_body)

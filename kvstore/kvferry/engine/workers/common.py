@@ -21,7 +21,7 @@ from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.model import Model
 from kvferry.engine.paged_kv import PagedKV, Sequence
-from kvferry.engine.process import listening, warn_if_open
+from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
@@ -194,9 +194,10 @@ def listen(
     """A port of this worker.
 
     Raises:
-        ConfigError: If it is taken or cannot be bound: names the address and the option that moves it.
+        ConfigError: If it is taken, cannot be bound, or is open to other hosts without leave: names the
+            address and the option that moves it.
     """
-    warn_if_open(url)
+    require_loopback(url, option, trusted_network=config.wire.trusted_network)
     try:
         return ChannelServer(
             url,

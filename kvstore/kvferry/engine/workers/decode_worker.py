@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in, earliest, is_past
@@ -54,6 +57,7 @@ __all__ = ["DecodeWorker"]
 log = logging.getLogger(__name__)
 
 _ROLE = "decode"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +202,9 @@ class DecodeWorker:
             channel.reply(incoming, ready, deadline=deadline_in(SEND_TIMEOUT_S))
             receiver = self._await_stream(expected, watch)
             for layer in range(self._engine.kv.num_layers):
-                self._await_layer(receiver, layer, watch, deadline)
+                self._await(receiver, partial(receiver.wait_layer, layer), watch, deadline)
                 self._copy_layer(receiver, layer, sequence, message.prompt_tokens)
-            handoff = self._await_handoff(receiver, watch, deadline)
+            handoff = self._await(receiver, receiver.wait, watch, deadline)
             received = _Received(handoff, receiver.kv_nbytes, receiver.wire_s, receiver.complete_at)
         finally:
             self._streams.forget(expected)
@@ -224,24 +228,18 @@ class DecodeWorker:
                 )
 
     @staticmethod
-    def _await_layer(receiver: LayerReceiver, layer: int, watch: CancelWatch, deadline: float) -> None:
+    def _await(
+        receiver: LayerReceiver, wait: Callable[[float], _T], watch: CancelWatch, deadline: float
+    ) -> _T:
+        """What ``wait`` returns, looking in between whether anybody still wants it."""
         while True:
-            watch.poll()
             try:
-                return receiver.wait_layer(layer, earliest(deadline, deadline_in(POLL_S)))
+                return wait(earliest(deadline, deadline_in(POLL_S)))
             except TransferTimeoutError:
-                if is_past(deadline):
+                # the stream's own failure, which may be a timeout too, does not pass by waiting on
+                if is_past(deadline) or receiver.error is not None:
                     raise
-
-    @staticmethod
-    def _await_handoff(receiver: LayerReceiver, watch: CancelWatch, deadline: float) -> Handoff:
-        while True:
-            watch.poll()
-            try:
-                return receiver.wait(earliest(deadline, deadline_in(POLL_S)))
-            except TransferTimeoutError:
-                if is_past(deadline):
-                    raise
+                watch.poll()
 
     def _copy_layer(self, receiver: LayerReceiver, layer: int, sequence: Sequence, tokens: int) -> None:
         kv, size = self._engine.kv, self._engine.kv.block_tokens

@@ -23,6 +23,7 @@ from kvferry.core.errors import (
 from kvferry.core.keys import BlockKey
 from kvferry.engine.pools import ChannelPools
 from kvferry.engine.prefill import PrefillResult, check_prompt, save_blocks
+from kvferry.engine.process import is_loopback
 from kvferry.engine.sampling import check_sampling
 from kvferry.engine.workers.admission import Admission
 from kvferry.engine.workers.common import (
@@ -127,6 +128,7 @@ class PrefillWorker:
         check_lengths(len(tokens), message.sampling, self._engine.max_model_len)
         check_sampling(message.sampling)
         check_prompt(self._engine.model, tokens)
+        self._check_destination(message.kv_address)
         watch = CancelWatch(channel)
         queue_deadline = earliest(deadline, deadline_in(message.queue_timeout_s))
         room = self._engine.kv.blocks_for(len(tokens))
@@ -149,6 +151,14 @@ class PrefillWorker:
         view = page_aligned(nbytes)
         incoming.read_into([view], deadline)
         return np.frombuffer(view, dtype="<u4")
+
+    def _check_destination(self, kv_address: str) -> None:
+        """KV goes where the caller says, so not to any host unless the network is trusted."""
+        if not self._engine.config.wire.trusted_network and not is_loopback(kv_address):
+            raise RequestError(
+                f"KV address {kv_address} is not on this host; this prefill worker sends KV to other hosts "
+                "only with wire.trusted_network=true"
+            )
 
     def _compute_and_send(
         self, message: Prefill, tokens: npt.NDArray[np.uint32], watch: CancelWatch, deadline: float
