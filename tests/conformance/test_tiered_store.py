@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvferry.core.chains import Block
 from kvferry.core.memory import DRAM
@@ -31,10 +31,10 @@ class TestMemoryOnly(BlockStoreSuite):
 
 class _OverFake(BlockStoreSuite):
     memory_tier = DRAM
-    write: Callable[[], WriteThrough | WriteBack | OnEvict] = WriteThrough
+    write: type[WriteThrough | OnEvict] = WriteThrough
 
     def make_tiers(self) -> list[tuple[Tier, LevelOptions]]:
-        return [(FakeTier(), LevelOptions(write=type(self).write()))]
+        return [(FakeTier(), LevelOptions(write=self.write()))]
 
     def make_store(self, capacity_nbytes: int, *, lease_s: float = 30.0) -> TieredStore:
         return SettledStore(capacity_nbytes, self.make_tiers(), lease_s=lease_s, eviction=LRUPolicy)

@@ -152,21 +152,40 @@ class Fetcher:
             else:
                 break
             order.append(key)
+        asked = len(order)
+        order = self._that_fits(namespace, order, memory)
+        wanted = {key: wanted[key] for key in order if key in wanted}
+        memory = {key: memory[key] for key in order if key in memory}
         slots = self._slots(namespace, len(wanted), set(memory.values()), patient=patient)
         if slots is None:
             return None
         if len(slots) < len(wanted):
-            first_without = list(wanted)[len(slots)]
-            order = order[: order.index(first_without)]
-            if not order and patient and self._room_may_come():
-                for slot in slots:
-                    pool.arena.free(slot)
-                return None
+            order = order[: order.index(list(wanted)[len(slots)])]
             memory = {key: memory[key] for key in order if key in memory}
+        if not order and asked and patient and self._room_may_come():
+            for slot in slots:
+                pool.arena.free(slot)
+            return None
         for block in memory.values():
             pool.hold(block)
         items = [_Item(k, wanted[k], s, promote=False) for k, s in zip(wanted, slots, strict=False)]
         return _Plan(namespace, order, memory, items)
+
+    def _that_fits(
+        self, namespace: MemoryNamespace, order: list[BlockKey], memory: dict[BlockKey, Block]
+    ) -> list[BlockKey]:
+        """The longest prefix that memory can hold beside what others hold: heads before tails."""
+        pool = self._store._pool
+        room = pool.arena.free_nbytes + pool.stored_nbytes - pool.held_nbytes + pool.leaving_nbytes
+        seen: set[BlockKey] = set()
+        for number, key in enumerate(order):
+            block = memory.get(key)
+            if key not in seen and (block is None or not block.holds):
+                room -= namespace.slot_nbytes
+            if room < 0:
+                return order[:number]
+            seen.add(key)
+        return order
 
     def _slots(
         self, namespace: MemoryNamespace, count: int, protected: set[Block], *, patient: bool

@@ -37,6 +37,8 @@ class Fault(enum.Enum):
     """The block was evicted between lookup and read: a ``MISS``."""
     REFUSE = "refuse"
     """A write finds no room."""
+    LATE = "late"
+    """``FAILED`` with ``in_flight``: the hand stays on the buffer until :attr:`FakeTier.late` is set."""
     RAISE = "raise"
     """The verb raises, against the contract."""
 
@@ -60,6 +62,8 @@ class FakeTier(Tier):
             returns happens to that block. Called without the tier's lock.
         gate: Verbs wait until it is set, or their deadline; set at first.
         calls: How often each verb was called.
+        late: What ``in_flight`` is after :attr:`Fault.LATE`.
+        on_evict: Called under the tier's lock with the key of a block that it evicts or loses by a fault.
         on_write: Called with the key when a write has passed the gate, before it reads the buffer.
     """
 
@@ -69,6 +73,8 @@ class FakeTier(Tier):
         self.fault: Callable[[str, BlockKey], Fault | None] = lambda _verb, _key: None
         self.gate = threading.Event()
         self.gate.set()
+        self.late = threading.Event()
+        self.on_evict: Callable[[BlockKey], None] = lambda _key: None
         self.calls: Counter[str] = Counter()
         self.on_write: Callable[[BlockKey], None] = lambda _key: None
         self._can_pin = can_pin
@@ -113,10 +119,13 @@ class FakeTier(Tier):
                 return ReadResult(ReadOutcome.FAILED if self._closed else ReadOutcome.MISS)
             if fault in (Fault.LOST, Fault.CORRUPT):
                 self._forget(name)
+                self.on_evict(block.key)
             else:
                 self._blocks.move_to_end(name)
         if fault is Fault.LOST:
             return ReadResult(ReadOutcome.MISS)
+        if fault is Fault.LATE:
+            return ReadResult(ReadOutcome.FAILED, "as the test asked", in_flight=self.late)
         if fault is not None:
             half = len(block.into) // 2
             block.into[:half] = bytes(half)  # what a buffer holds after a fault means nothing
@@ -143,6 +152,8 @@ class FakeTier(Tier):
     def _write(self, namespace: TierNamespace, block: BlockWrite) -> WriteResult:
         fault = self.fault("write", block.key)
         name = (namespace, block.key)
+        if fault is Fault.LATE:
+            return WriteResult(WriteOutcome.FAILED, "as the test asked", in_flight=self.late)
         data = bytes(block.data)
         with self._lock:
             if fault is Fault.FAIL or self._closed:
@@ -164,6 +175,7 @@ class FakeTier(Tier):
                 break
             if self._pins.get(name, 0.0) <= now:
                 self._forget(name)
+                self.on_evict(name[1])
         return self._used_nbytes + nbytes <= self.capacity_nbytes
 
     def _forget(self, name: tuple[TierNamespace, BlockKey]) -> bool:
@@ -213,6 +225,13 @@ class FakeTier(Tier):
     def flush(self, *, deadline: float) -> bool:  # noqa: ARG002
         """See :class:`~kvferry.store.tier.Tier`."""
         return True
+
+    def reopen(self) -> FakeTier:
+        """What a new process would find: the blocks, and no pins; for a new store."""
+        with self._lock:
+            self._closed = False
+            self._pins.clear()
+        return self
 
     def close(self) -> None:
         """See :class:`~kvferry.store.tier.Tier`."""
