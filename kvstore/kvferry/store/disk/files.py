@@ -1,0 +1,156 @@
+"""System calls on files, and whole reads and writes over them.
+
+:class:`Files` is the one place where a disk tier touches the file system, so that tests can make any call
+fail, stall or do half of its work.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from typing import Final
+
+from kvferry.core.buffers import total_nbytes
+
+__all__ = ["DIRECT", "NO_DIRECT", "Files", "is_gone", "read_parts", "reason_of", "write_parts"]
+
+DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
+NO_DIRECT: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP))
+"""What a file system says that cannot do O_DIRECT, or not so."""
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO planted there must not hold us up
+_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_IOV_MAX: Final = 1024
+
+
+class Files:
+    """The system calls of a disk tier, relative to descriptors of folders. Thread safe; raises OSError."""
+
+    def open_root(self, path: str) -> int:
+        """Open the tier's own directory, which may be reached by a link: that is the owner's choice."""
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def open_folder(self, name: str, parent: int) -> int:
+        """Open a folder below ``parent``; a link there is refused."""
+        return os.open(name, _FOLDER, dir_fd=parent)
+
+    def make_folder(self, name: str, parent: int) -> bool:
+        """Make a folder for the owner alone; whether it is new."""
+        try:
+            os.mkdir(name, 0o700, dir_fd=parent)
+        except FileExistsError:
+            return False
+        return True
+
+    def open_read(self, name: str, folder: int, flags: int = 0) -> tuple[int, int]:
+        """Open a regular file for reading; returns it and its size. A link or a device there is refused."""
+        fd = os.open(name, _READ | flags, dir_fd=folder)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.ELOOP, "not a regular file")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, found.st_size
+
+    def create(self, name: str, folder: int, flags: int = 0) -> int:
+        """Create a file that must not exist."""
+        return os.open(name, _CREATE | flags, 0o600, dir_fd=folder)
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Read once; returns the bytes read, 0 at the end of the file."""
+        return os.preadv(fd, views, offset)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Write once; returns the bytes written, maybe fewer than asked."""
+        return os.pwritev(fd, views, offset)
+
+    def sync_data(self, fd: int) -> None:
+        """Make a file's data and size durable."""
+        os.fdatasync(fd)
+
+    def sync(self, fd: int) -> None:
+        """Make a file or a folder durable."""
+        os.fsync(fd)
+
+    def rename(self, source: str, source_folder: int, target: str, target_folder: int) -> None:
+        """Rename, replacing what is there."""
+        os.rename(source, target, src_dir_fd=source_folder, dst_dir_fd=target_folder)
+
+    def unlink(self, name: str, folder: int) -> None:
+        """Remove a file."""
+        os.unlink(name, dir_fd=folder)
+
+    def remove_folder(self, name: str, parent: int) -> bool:
+        """Remove an empty folder; whether it is gone."""
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        return True
+
+    def status(self, fd: int) -> os.stat_result:
+        """Size, blocks and times of an open file or folder."""
+        return os.fstat(fd)
+
+    def free_nbytes(self, fd: int) -> int:
+        """Bytes that an ordinary process may still write to the file system."""
+        found = os.fstatvfs(fd)
+        return found.f_bavail * found.f_frsize
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether an error says that there is nothing of that name."""
+    return error.errno in (errno.ENOENT, errno.ESTALE)
+
+
+def reason_of(error: OSError) -> str:
+    """An error in words with its name, as ``No space left on device (ENOSPC)``."""
+    name = errno.errorcode.get(error.errno or 0, "")
+    return f"{error.strerror or error}" + (f" ({name})" if name else "")
+
+
+def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    rest = []
+    for view in views:
+        if done < len(view):
+            rest.append(view[done:] if done else view)
+        done = max(0, done - len(view))
+    return rest
+
+
+def read_parts(files: Files, fd: int, views: Sequence[memoryview], start: int = 0) -> int:
+    """Fill ``views`` from ``start`` on; returns the bytes read, fewer only at the end of the file."""
+    views = [v for v in views if len(v)]
+    wanted, done = total_nbytes(views), 0
+    while done < wanted:
+        got = files.preadv(fd, (_rest(views, done) if done else views)[:_IOV_MAX], start + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def write_parts(files: Files, fd: int, views: Sequence[memoryview]) -> int:
+    """Write ``views`` from the start of the file, all of them.
+
+    Raises:
+        OSError: Also if the device takes no more without saying why.
+    """
+    views = [v for v in views if len(v)]
+    wanted, done = total_nbytes(views), 0
+    while done < wanted:
+        put = files.pwritev(fd, (_rest(views, done) if done else views)[:_IOV_MAX], done)
+        if put == 0:
+            raise OSError(errno.ENOSPC, f"the device took {done} of {wanted} bytes")
+        done += put
+    return done

@@ -1,0 +1,142 @@
+"""Open folders of one directory: descriptors kept for those in use, and how large each folder is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from kvferry.store.disk.files import Files
+from kvferry.store.disk.names import shard_name, tenant_folder
+
+__all__ = ["Folders", "OpenFolder", "disk_nbytes"]
+
+_MAX_OPEN: Final = 256
+_BLOCK_NBYTES: Final = 512  # the unit of st_blocks, whatever the file system
+
+
+def disk_nbytes(found: os.stat_result) -> int:
+    """What a file or folder takes up, as ``du`` counts it; never less than its size in whole pages.
+
+    A file system may allocate late, or put off what it will need: the size is what it comes to.
+    """
+    whole = -(-found.st_size // 4096) * 4096 if stat.S_ISREG(found.st_mode) else 0
+    return max(found.st_blocks * _BLOCK_NBYTES, whole)
+
+
+class OpenFolder:
+    """A folder's descriptor, closed with its last reference: who uses it may lose it from the cache."""
+
+    __slots__ = ("_files", "_lock", "fd", "nbytes")
+
+    def __init__(self, files: Files, fd: int) -> None:
+        self._files = files
+        self.fd = fd
+        self._lock = threading.Lock()
+        self.nbytes = disk_nbytes(files.status(fd))
+
+    def growth(self) -> int:
+        """By how many bytes the folder has grown since this was last asked."""
+        with self._lock:
+            now = disk_nbytes(self._files.status(self.fd))
+            grown, self.nbytes = now - self.nbytes, now
+            return grown
+
+    def __del__(self) -> None:
+        self._files.close(self.fd)
+
+
+class Folders:
+    """The folders below one directory. Thread safe.
+
+    Args:
+        files: System calls.
+        root: Descriptor of the directory; owned by the caller.
+        charge: Told of the bytes that removed folders give back (negative).
+        durable: Whether a new folder is made durable before anything is put into it.
+    """
+
+    def __init__(self, files: Files, root: int, charge: Callable[[int], None], *, durable: bool) -> None:
+        self._files = files
+        self._durable = durable
+        self._root = OpenFolder(files, os.dup(root))
+        self._charge = charge
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[str, bytes, int], OpenFolder] = OrderedDict()
+
+    def open(
+        self, tenant: str, namespace_id: bytes, shard: int, *, make: Callable[[int], None] | None = None
+    ) -> OpenFolder:
+        """The folder of the keys of a namespace that start with the byte ``shard``.
+
+        Args:
+            tenant: Whose namespace.
+            namespace_id: Its id.
+            shard: First byte of the keys.
+            make: Make folders that are not there, and tell this of the bytes that they take up.
+
+        Raises:
+            OSError: If it is not there and not to be made, or something else is in its place.
+        """
+        name = (tenant, namespace_id, shard)
+        with self._lock:
+            found = self._open.get(name)
+            if found is not None:
+                self._open.move_to_end(name)
+                return found
+        folder = self._root
+        for part in (tenant_folder(tenant), namespace_id.hex(), shard_name(shard)):
+            folder = self._step(folder, part, make=make)
+        with self._lock:
+            # another thread may have been quicker; one object a folder, or its growth counts twice
+            folder = self._open.setdefault(name, folder)
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+        return folder
+
+    def _step(
+        self, parent: OpenFolder, name: str, *, make: Callable[[int], None] | None = None
+    ) -> OpenFolder:
+        made = make is not None and self._files.make_folder(name, parent.fd)
+        folder = OpenFolder(self._files, self._files.open_folder(name, parent.fd))
+        if make is not None and made:
+            if self._durable:
+                self._files.sync(parent.fd)
+            make(folder.nbytes + parent.growth())
+        return folder
+
+    def remove_if_empty(self, tenant: str, namespace_id: bytes, shard: int) -> None:
+        """Remove a shard's folder, and its namespace's, if there is nothing in them.
+
+        Whoever is about to make a file there finds the folder removed, and makes it anew.
+        """
+        try:
+            parent = self._step(self._root, tenant_folder(tenant))
+            namespace = self._step(parent, namespace_id.hex())
+            for above, name in ((namespace, shard_name(shard)), (parent, namespace_id.hex())):
+                nbytes = self._step(above, name).nbytes
+                if not self._files.remove_folder(name, above.fd):
+                    return
+                self._charge(-nbytes)
+        except OSError:  # gone already, or the medium fails: it stays, and stays counted
+            return
+        finally:
+            with self._lock:
+                found = self._open.get((tenant, namespace_id, shard))
+                if found is not None and not self._files.status(found.fd).st_nlink:
+                    del self._open[tenant, namespace_id, shard]
+
+    def is_removed(self, folder: OpenFolder) -> bool:
+        """Whether somebody removed ``folder``; it and all others are then opened anew when needed."""
+        if self._files.status(folder.fd).st_nlink:
+            return False
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Close all; they are opened again when needed."""
+        with self._lock:
+            self._open.clear()

@@ -1,0 +1,358 @@
+"""The file of a block, format version 1: a safetensors file whose data starts on a page.
+
+The file is ``8 bytes of header length, header, data``. The header is JSON padded with spaces so that data
+starts on a page; the data is the block as it lies in memory, padded with zeros to a whole number of pages,
+so that a file is written and read straight from and into page-aligned memory. Safetensors allows no gaps:
+what lies between tensors is a ``uint8`` tensor ``_pad.N``.
+
+All blocks of a namespace have the same header but for four fields of fixed width at its start: key, parent,
+position and checksum. :class:`HeaderTemplate` therefore makes a header by filling these in and checks one by
+comparing bytes; :func:`parse_header` reads any header, also of a version that spelled the rest differently.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final, cast
+
+from kvferry.core.errors import ConfigError, CorruptBlockError
+from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, Restore, TensorSpec
+from kvferry.store.tier import TierNamespace
+
+__all__ = [
+    "ALIGNMENT",
+    "FORMAT_VERSION",
+    "MAX_HEADER_NBYTES",
+    "BlockHeader",
+    "HeaderTemplate",
+    "header_length",
+    "parse_header",
+    "spec_from_json",
+    "spec_to_json",
+]
+
+FORMAT_VERSION: Final = 1
+ALIGNMENT: Final = 4096
+"""Data starts at a multiple of this, whatever the page size of the machine that wrote the file."""
+MAX_HEADER_NBYTES: Final = 64 << 20
+
+_U64: Final = struct.Struct("<Q")
+_LENGTH_NBYTES: Final = 8
+_POSITION_DIGITS: Final = 12
+_HEX_KEY: Final = 2 * KEY_NBYTES
+_HEX_CHECKSUM: Final = 16
+_DTYPES: Final = {
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT16: "F16",
+    DType.FLOAT32: "F32",
+    DType.FLOAT64: "F64",
+    DType.FLOAT8_E4M3FN: "F8_E4M3",
+    DType.FLOAT8_E5M2: "F8_E5M2",
+    DType.INT8: "I8",
+    DType.UINT8: "U8",
+    DType.BOOL: "BOOL",
+}
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What a file says of itself.
+
+    Attributes:
+        version: Format version.
+        key: Key of the block.
+        parent: Key of the block before, ``None`` for the first of a chain.
+        position: Number of the block in its chain, -1 if that was not known.
+        checksum: xxh3_64 of the block.
+        namespace_id: The namespace it was written for.
+        tenant: The tenant it was written for.
+        fingerprint: That of ``spec``, as stored.
+        spec: Shape and identity of the block; its own fingerprint is ``fingerprint``.
+        adapter: Name of the adapter, if any.
+        adapter_revision: Its revision.
+        header_nbytes: Where the data starts.
+    """
+
+    version: int
+    key: BlockKey
+    parent: BlockKey | None
+    position: int
+    checksum: int
+    namespace_id: bytes
+    tenant: str
+    fingerprint: bytes
+    spec: KVSpec
+    adapter: str | None
+    adapter_revision: str | None
+    header_nbytes: int
+
+    @property
+    def file_nbytes(self) -> int:
+        """Size of the whole file."""
+        return self.header_nbytes + _round_up(self.spec.block_nbytes)
+
+    def namespace(self) -> TierNamespace:
+        """The namespace as far as the header knows it: the salt of its scope is not stored."""
+        scope = KeyScope(self.adapter, self.adapter_revision)
+        return TierNamespace(self.tenant, self.namespace_id, self.spec, scope)
+
+
+class HeaderTemplate:
+    """Makes and checks the headers of one namespace. Immutable, thread safe.
+
+    Attributes:
+        header_nbytes: Size of every header with its length field; a multiple of 4096.
+        data_nbytes: Size of the block.
+        file_nbytes: Size of every file: header and data, rounded up to 4096.
+    """
+
+    def __init__(self, namespace: TierNamespace) -> None:
+        spec = namespace.spec
+        self.data_nbytes = spec.block_nbytes
+        fixed = _fixed_part(namespace)
+        smallest = _LENGTH_NBYTES + len(_variable_part(None, -1, 0)) + _HEX_KEY + len(fixed)
+        self.header_nbytes = _round_up(smallest)
+        self.file_nbytes = self.header_nbytes + _round_up(self.data_nbytes)
+        self._start = _U64.pack(self.header_nbytes - _LENGTH_NBYTES)
+        self._tails = tuple(fixed.ljust(self.header_nbytes - self._tail_at(has)) for has in (False, True))
+
+    @staticmethod
+    def _tail_at(has_parent: bool) -> int:
+        return _LENGTH_NBYTES + len(_variable_part(None, -1, 0)) + (_HEX_KEY if has_parent else 0)
+
+    def build(self, key: BlockKey, parent: BlockKey | None, position: int, checksum: int) -> bytes:
+        """The header of a block, ``header_nbytes`` long."""
+        head = _variable_part(parent, position, checksum, key)
+        return b"".join((self._start, head, self._tails[parent is not None]))
+
+    def check(self, header: bytes, key: BlockKey) -> tuple[BlockKey | None, int, int] | None:
+        """Parent, position and checksum of a header if it is exactly what :meth:`build` makes for ``key``.
+
+        ``None`` says nothing bad yet: :func:`parse_header` finds out what it is.
+        """
+        if len(header) != self.header_nbytes:
+            return None
+        at = _PARENT_AT
+        has_parent = header[at : at + 1] != b'"'
+        tail_at = self._tail_at(has_parent)
+        if header[tail_at:] != self._tails[has_parent]:
+            return None
+        try:
+            parent = BlockKey(bytes.fromhex(header[at : at + _HEX_KEY].decode())) if has_parent else None
+            at += (_HEX_KEY if has_parent else 0) + len(_BEFORE_POSITION)
+            position = int(header[at : at + _POSITION_DIGITS])
+            at += _POSITION_DIGITS + len(_BEFORE_CHECKSUM)
+            checksum = int(header[at : at + _HEX_CHECKSUM], 16)
+        except ValueError:
+            return None
+        if self._start + _variable_part(parent, position, checksum, key) != header[:tail_at]:
+            return None
+        return parent, position, checksum
+
+    def same_layout(self, other: HeaderTemplate) -> bool:
+        """Whether both make the same headers."""
+        return self._start == other._start and self._tails == other._tails
+
+
+_ANY_KEY: Final = BlockKey(bytes(KEY_NBYTES))
+_BEFORE_KEY: Final = b'{"__metadata__":{"format":"kvferry.block","version":"%d","key":"' % FORMAT_VERSION
+_BEFORE_PARENT: Final = b'","parent":"'
+_BEFORE_POSITION: Final = b'","position":"'
+_BEFORE_CHECKSUM: Final = b'","xxh3_64":"'
+_PARENT_AT: Final = _LENGTH_NBYTES + len(_BEFORE_KEY) + _HEX_KEY + len(_BEFORE_PARENT)
+
+
+def _variable_part(parent: BlockKey | None, position: int, checksum: int, key: BlockKey = _ANY_KEY) -> bytes:
+    parent_hex = b"" if parent is None else parent.hex().encode()
+    fields = (
+        _BEFORE_KEY, key.hex().encode(), _BEFORE_PARENT, parent_hex, _BEFORE_POSITION,
+        b"%0*d" % (_POSITION_DIGITS, position), _BEFORE_CHECKSUM, b"%016x" % checksum, b'",',
+    )  # fmt: skip
+    return b"".join(fields)
+
+
+def _fixed_part(namespace: TierNamespace) -> bytes:
+    spec, scope = namespace.spec, namespace.scope
+    metadata = {
+        "namespace": namespace.namespace_id.hex(),
+        "tenant": _text(namespace.tenant),
+        "fingerprint": spec.fingerprint().hex(),
+        "scope": _dumps({"adapter": scope.adapter, "adapter_revision": scope.adapter_revision}),
+        "spec": _dumps(spec_to_json(spec)),
+    }
+    entries = list(_tensors(spec))
+    tensors = _dumps(named := dict(entries))
+    if len(named) != len(entries):
+        raise ConfigError(f"{spec.model!r}: two tensors have the same name once written as UTF-8")
+    ends = _dumps(metadata)[1:-1] + "}"
+    return (ends + ("," + tensors[1:] if len(tensors) > len("{}") else "}")).encode()
+
+
+def _tensors(spec: KVSpec) -> Iterable[tuple[str, dict[str, object]]]:
+    """Tensors by name, without a gap from the first byte to the end of the last page."""
+    pads, at = 0, 0
+
+    def entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, object]:
+        return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+    for number, layer in enumerate(spec.layers):
+        if spec.layout != "kvferry":  # an engine's own: what lies where is its secret
+            yield f"layers.{number}.bytes", entry("U8", [layer.nbytes], at, at + layer.nbytes)
+            at += layer.nbytes
+            continue
+        start = at
+        for tensor in layer.tensors:
+            name = f"layers.{number}.{_text(tensor.name)}"
+            yield name, entry(_DTYPES[tensor.dtype], tensor.shape, at, at + tensor.nbytes)
+            at += tensor.nbytes
+        if at < start + layer.nbytes:
+            yield f"_pad.{pads}", entry("U8", [start + layer.nbytes - at], at, start + layer.nbytes)
+            pads, at = pads + 1, start + layer.nbytes
+    if at < (end := _round_up(at)):
+        yield f"_pad.{pads}", entry("U8", [end - at], at, end)
+
+
+def _text(value: str) -> str:
+    """``value``; what no UTF-8 can hold is escaped, since readers refuse such a header."""
+    return value.encode("utf-8", "backslashreplace").decode()
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def spec_to_json(spec: KVSpec) -> dict[str, object]:
+    """A spec as plain JSON values; equal layers in a row are given once, with their number."""
+    layers = [
+        {
+            "count": len(list(run)),
+            "tensors": [
+                {"name": t.name, "shape": list(t.shape), "dtype": t.dtype.value} for t in layer.tensors
+            ],
+        }
+        for layer, run in groupby(spec.layers)
+    ]
+    return {
+        "model": spec.model,
+        "revision": spec.revision,
+        "block_tokens": spec.block_tokens,
+        "group": spec.group,
+        "restore": {"kind": spec.restore.kind, "window_tokens": spec.restore.window_tokens},
+        "layout": spec.layout,
+        "ranks": {
+            "tp": [spec.tp_rank, spec.tp_size],
+            "pp": [spec.pp_rank, spec.pp_size],
+            "cp": [spec.cp_rank, spec.cp_size],
+        },
+        "layers": layers,
+    }
+
+
+_MAX_LAYERS: Final = 1 << 16
+
+
+def spec_from_json(value: Any) -> KVSpec:  # noqa: ANN401  JSON of a file
+    """The inverse of :func:`spec_to_json`.
+
+    Raises:
+        CorruptBlockError: If it is no spec.
+    """
+    try:
+        if sum(int(run["count"]) for run in value["layers"]) > _MAX_LAYERS:
+            raise CorruptBlockError(f"spec of more than {_MAX_LAYERS} layers")
+        layers: list[LayerSpec] = []
+        for run in value["layers"]:
+            tensors = tuple(
+                TensorSpec(t["name"], tuple(int(n) for n in t["shape"]), DType(t["dtype"]))
+                for t in run["tensors"]
+            )
+            layers.extend([LayerSpec(tensors)] * int(run["count"]))
+        restore = value["restore"]
+        ranks = {
+            f"{axis}_{what}": int(number)
+            for axis in ("tp", "pp", "cp")
+            for what, number in zip(("rank", "size"), value["ranks"][axis], strict=True)
+        }
+        return KVSpec(
+            model=value["model"],
+            revision=value["revision"],
+            layers=tuple(layers),
+            block_tokens=int(value["block_tokens"]),
+            group=value["group"],
+            restore=Restore(restore["kind"], restore["window_tokens"]),
+            layout=value["layout"],
+            **ranks,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        raise CorruptBlockError(f"no spec in the header: {type(error).__name__}: {error}") from error
+
+
+def header_length(start: bytes) -> int:
+    """Size of the whole header, from the first 8 bytes of the file.
+
+    Raises:
+        CorruptBlockError: If that is none of ours: not whole pages, or absurdly large.
+    """
+    if len(start) < _LENGTH_NBYTES:
+        raise CorruptBlockError(f"the file has {len(start)} bytes, its header's length alone has 8")
+    nbytes = _LENGTH_NBYTES + int(_U64.unpack(start[:_LENGTH_NBYTES])[0])
+    if nbytes % ALIGNMENT or nbytes > MAX_HEADER_NBYTES:
+        raise CorruptBlockError(f"a header of {nbytes} bytes: not whole pages up to {MAX_HEADER_NBYTES}")
+    return nbytes
+
+
+def parse_header(header: bytes) -> BlockHeader:
+    """Read a header of any version that this release knows.
+
+    Raises:
+        CorruptBlockError: If it is none, or contradicts itself.
+    """
+    if header_length(header) != len(header):
+        raise CorruptBlockError(f"a header of {header_length(header)} bytes is cut to {len(header)}")
+    try:
+        tree = json.loads(header[_LENGTH_NBYTES:])
+        metadata = cast("Mapping[str, str]", tree["__metadata__"])
+        if metadata["format"] != "kvferry.block" or int(metadata["version"]) != FORMAT_VERSION:
+            raise CorruptBlockError(
+                f"format {metadata['format']!r} version {metadata['version']!r}; this release reads "
+                f"'kvferry.block' up to version {FORMAT_VERSION}"
+            )
+        found = _from_metadata(metadata, len(header))
+    except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
+        raise CorruptBlockError(f"the header cannot be read: {type(error).__name__}: {error}") from error
+    if found.spec.fingerprint() != found.fingerprint:
+        raise CorruptBlockError("the spec in the header does not have the fingerprint in the header")
+    expected = dict(_tensors(found.spec))
+    if {name: value for name, value in tree.items() if name != "__metadata__"} != expected:
+        raise CorruptBlockError("the tensors in the header are not those of the spec in the header")
+    return found
+
+
+def _from_metadata(metadata: Mapping[str, str], header_nbytes: int) -> BlockHeader:
+    key, parent = bytes.fromhex(metadata["key"]), bytes.fromhex(metadata["parent"])
+    if len(key) != KEY_NBYTES or len(parent) not in (0, KEY_NBYTES):
+        raise CorruptBlockError(f"key of {len(key)} and parent of {len(parent)} bytes")
+    scope = json.loads(metadata["scope"])
+    return BlockHeader(
+        version=int(metadata["version"]),
+        key=BlockKey(key),
+        parent=BlockKey(parent) if parent else None,
+        position=int(metadata["position"]),
+        checksum=int(metadata["xxh3_64"], 16),
+        namespace_id=bytes.fromhex(metadata["namespace"]),
+        tenant=metadata["tenant"],
+        fingerprint=bytes.fromhex(metadata["fingerprint"]),
+        spec=spec_from_json(json.loads(metadata["spec"])),
+        adapter=scope["adapter"],
+        adapter_revision=scope["adapter_revision"],
+        header_nbytes=header_nbytes,
+    )

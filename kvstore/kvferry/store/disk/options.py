@@ -1,0 +1,113 @@
+"""Options of the disk tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, cast, get_args
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.nearest import did_you_mean
+from kvferry.core.units import parse_nbytes, parse_seconds
+
+__all__ = ["Direct", "DiskOptions", "Sync"]
+
+Sync = Literal["none", "data", "full"]
+Direct = Literal["auto", "on", "off"]
+_MIN_CAPACITY = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """Options of the disk tier.
+
+    Attributes:
+        directories: One a device; blocks are spread over them by their keys.
+        capacity_nbytes: Cap on what all directories together take up, as ``du`` counts.
+        keep_free_nbytes: Bytes that stay free on the file system of each directory, whoever fills it.
+        sync: What is done before a block counts as stored. ``none``: nothing, the kernel writes it when
+            it likes; survives a crash of the process, and a crash of the machine may cost blocks, never
+            make one wrong. ``data``: its data is durable. ``full``: its name too.
+        direct: O_DIRECT: ``auto`` measures at the start whether it pays, for reads and writes apart.
+        read_threads: Files read at once.
+        write_threads: Files written at once.
+        quarantine_nbytes: Bytes of corrupt files kept for a look, the oldest go first; part of the capacity.
+        verify: Compare all headers in the background after the start.
+        retry_s: Pause between attempts to use a directory that has failed.
+    """
+
+    directories: tuple[str, ...]
+    capacity_nbytes: int
+    keep_free_nbytes: int = 0
+    sync: Sync = "none"
+    direct: Direct = "auto"
+    read_threads: int = 4
+    write_threads: int = 2
+    quarantine_nbytes: int = 64 << 20
+    verify: bool = True
+    retry_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.directories or len(set(self.directories)) != len(self.directories):
+            raise ConfigError(f"directories is {list(self.directories)}: give one or more, each once")
+        if self.capacity_nbytes < _MIN_CAPACITY:
+            raise ConfigError(f"capacity is {self.capacity_nbytes} bytes, must be at least {_MIN_CAPACITY}")
+        for name in ("keep_free_nbytes", "quarantine_nbytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name.removesuffix('_nbytes')} is {getattr(self, name)}, must not be negative"
+                )
+        for name, allowed in (("sync", get_args(Sync)), ("direct", get_args(Direct))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(allowed)}")
+        for name in ("read_threads", "write_threads"):
+            if not 1 <= getattr(self, name) <= 64:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must lie in 1..64")
+        if not self.retry_s > 0:
+            raise ConfigError(f"retry_s is {self.retry_s}, must be above 0")
+
+    @classmethod
+    def from_mapping(cls, where: str, values: Mapping[str, object]) -> DiskOptions:
+        """Options from a table of the configuration; sizes also as ``8GiB``, times as ``5s``.
+
+        Names are those of the attributes, those of sizes without ``_nbytes``; ``directory`` for a single one.
+
+        Raises:
+            ConfigError: For an unknown name, a missing or a wrong value.
+        """
+        known = {f.name.removesuffix("_nbytes"): f.name for f in fields(cls)}
+        found: dict[str, object] = {}
+        for name, value in values.items():
+            if name == "directory":
+                name, value = "directories", [value]
+            if name not in known:
+                near = did_you_mean(name, list(known))
+                raise ConfigError(f"{where}: no option {name!r}{near} (existing: {', '.join(known)})")
+            found[known[name]] = _converted(f"{where}.{name}", known[name], value)
+        missing = [n for n in ("directories", "capacity_nbytes") if n not in found]
+        if missing:
+            raise ConfigError(
+                f"{where}: {' and '.join(n.removesuffix('_nbytes') for n in missing)} must be given"
+            )
+        try:
+            return cls(**found)  # type: ignore[arg-type]  # checked by _converted and __post_init__
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def _converted(where: str, name: str, value: object) -> object:
+    if name == "directories":
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ConfigError(f"{where} is {value!r}, must be a list of paths")
+        paths = cast("Sequence[object]", value)
+        if not all(isinstance(p, str) and p and "\0" not in p for p in paths):
+            raise ConfigError(f"{where} is {value!r}, must be a list of paths")
+        return tuple(cast("Sequence[str]", paths))
+    if name.endswith("_nbytes") and isinstance(value, (str, int)):
+        return parse_nbytes(value)
+    if name.endswith("_s") and isinstance(value, (str, int, float)):
+        return parse_seconds(value)
+    wanted = {"sync": str, "direct": str, "verify": bool}.get(name, int)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {value!r}, must be {wanted.__name__}")
+    return value

@@ -1,0 +1,125 @@
+"""A few threads that work through batches, one item after another, with a deadline a batch.
+
+Items of several batches take turns, so that a small batch does not wait for a large one. The caller comes
+back at its deadline even when a device hangs; what still runs then is told by an event. The threads are
+daemons for the same reason: a device that hangs must not keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
+
+from kvferry.core.clock import deadline_in, time_left
+
+__all__ = ["Batch", "IoPool"]
+
+T = TypeVar("T")
+
+_CLOSE_S: Final = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Batch(Generic[T]):
+    """One call's items and their results.
+
+    Attributes:
+        settled: Set when no item is running and none will be started.
+    """
+
+    def __init__(self, count: int, work: Callable[[int], T]) -> None:
+        self._lock = threading.Lock()
+        self._work = work
+        self._next = 0
+        self._running = 0
+        self._count = count  # how many may be started; lowered by cancel
+        self._results: list[T | None] = [None] * count
+        self.settled = threading.Event()
+        if not count:
+            self.settled.set()
+
+    def step(self) -> bool:
+        """Do the next item; returns whether more are left. Called by the pool."""
+        with self._lock:
+            if self._next >= self._count:
+                return False
+            index = self._next
+            self._next += 1
+            self._running += 1
+        result: T | None = None
+        try:
+            result = self._work(index)
+        except Exception:  # noqa: BLE001  thread root: the item has no result, its caller makes that a failure
+            _log.exception("an item of a disk batch failed unexpectedly")
+        finally:
+            with self._lock:
+                self._results[index] = result
+                self._running -= 1
+                more = self._next < self._count
+                if not more and not self._running:
+                    self.settled.set()
+        return more
+
+    def cancel(self) -> tuple[list[T | None], range]:
+        """Start no further item; returns the results so far and the range of items that were started."""
+        with self._lock:
+            self._count = self._next
+            if not self._running:
+                self.settled.set()
+            return list(self._results), range(self._next)
+
+
+class IoPool:
+    """Owns the threads. :meth:`run` may be called from any thread but its own.
+
+    Args:
+        name: Of the threads, with their number.
+        threads: How many items run at once.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._queue: queue.SimpleQueue[Batch[object] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, count: int, work: Callable[[int], T], deadline: float) -> Batch[T]:
+        """Call ``work(0)`` to ``work(count - 1)`` in the threads and wait until all are done.
+
+        Returns:
+            The batch; :meth:`Batch.cancel` gives what was done by the deadline.
+        """
+        batch: Batch[T] = Batch(count, work)
+        for _ in range(min(count, len(self._threads))):
+            self._queue.put(batch)  # type: ignore[arg-type]  # the queue does not care what T is
+        if self._closed.is_set():
+            batch.cancel()
+        if count:
+            batch.settled.wait(time_left(deadline))
+        return batch
+
+    def _serve(self) -> None:
+        while True:
+            batch = self._queue.get()  # ends by the None that close puts there
+            if batch is None:
+                return
+            if not self._closed.is_set() and batch.step():
+                self._queue.put(batch)
+            if self._closed.is_set():  # maybe since: nobody may be left who takes it from the queue
+                batch.cancel()
+
+    def close(self) -> Sequence[str]:
+        """End the threads; returns the names of those that hang in the device and were left behind."""
+        self._closed.set()
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = deadline_in(_CLOSE_S)
+        for thread in self._threads:
+            thread.join(time_left(deadline))
+        return [t.name for t in self._threads if t.is_alive()]

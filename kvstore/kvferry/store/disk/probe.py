@@ -1,0 +1,94 @@
+"""Whether O_DIRECT works in a directory, and whether it pays there: measured once, at the start.
+
+Compared is what a cache does: writes that reach the device, and reads of what is not in the page cache any
+more. A file system in memory, or one that ignores hints, comes out better without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from kvferry.core.buffers import page_aligned
+from kvferry.store.disk.files import DIRECT, Files, read_parts, reason_of, write_parts
+from kvferry.store.disk.names import PROBE_NAME
+
+__all__ = ["PROBE_NBYTES", "Probe", "probe_direct"]
+
+PROBE_NBYTES: Final = 2 << 20
+"""What the probe may take up for a moment."""
+
+_NBYTES: Final = 1 << 20
+_ROUNDS: Final = 3
+_WORTH_IT: Final = 0.95  # not slower than this share of the other way: it leaves the page cache to others
+
+
+class Probe(NamedTuple):
+    """What was found.
+
+    Attributes:
+        read: Whether reads should go past the page cache.
+        write: Whether writes should.
+        text: For people: the figures, or why not.
+    """
+
+    read: bool
+    write: bool
+    text: str
+
+
+def probe_direct(files: Files, root: int) -> Probe:
+    """Measure both ways in the directory ``root``; takes some ten milliseconds and 1 MiB for a moment."""
+    if not DIRECT:
+        return Probe(False, False, "this system has no O_DIRECT")
+    data = page_aligned(_NBYTES)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            files.unlink(PROBE_NAME, root)
+        best = _measure(files, root, data)
+    except OSError as error:
+        return Probe(False, False, f"not used: {reason_of(error)}")
+    finally:
+        with contextlib.suppress(OSError):
+            files.unlink(PROBE_NAME, root)
+    figures = {name: f"{_NBYTES / seconds / 1e9:.2f} GB/s" for name, seconds in best.items()}
+    read = best["read"] * _WORTH_IT <= best["cached read"]
+    write = best["write"] * _WORTH_IT <= best["cached write"]
+    reads = f"reads {figures['read']} direct, {figures['cached read']} cached"
+    return Probe(read, write, f"{reads}; writes {figures['write']} direct, {figures['cached write']} cached")
+
+
+def _write_synced(files: Files, fd: int, data: memoryview) -> None:
+    write_parts(files, fd, [data])
+    files.sync_data(fd)
+
+
+def _measure(files: Files, root: int, data: memoryview) -> dict[str, float]:
+    best: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        seconds = max(time.perf_counter() - start, 1e-9)
+        best[name] = min(seconds, best.get(name, seconds))
+
+    cached = files.create(PROBE_NAME, root)
+    try:
+        direct, _ = files.open_read(PROBE_NAME, root, os.O_RDWR | DIRECT)
+        try:
+            write_parts(files, cached, [data])  # allocates: what follows rewrites in place, both ways alike
+            files.sync_data(cached)
+            for _ in range(_ROUNDS):
+                timed("write", lambda: write_parts(files, direct, [data]))
+                timed("cached write", lambda: _write_synced(files, cached, data))
+                timed("read", lambda: read_parts(files, direct, [data]))
+                os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_DONTNEED)
+                timed("cached read", lambda: read_parts(files, cached, [data]))
+        finally:
+            files.close(direct)
+    finally:
+        files.close(cached)
+    return best

@@ -1,0 +1,68 @@
+"""What goes wrong, said once: one log line a kind until it is over, repeats counted and summed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from typing import Final
+
+__all__ = ["Problems"]
+
+_SUM_S: Final = 10.0
+
+
+class Problems:
+    """Problems of one tier. Thread safe; no lock is held while a line is written.
+
+    *Conditions* last (a full device): logged when they begin and when they are over. *Incidents* happen
+    (a corrupt block): each kind at most one line in 10 s, with the number that it stands for.
+    """
+
+    def __init__(self, tier: str, log: logging.Logger) -> None:
+        self._tier = tier
+        self._log = log
+        self._lock = threading.Lock()
+        self._conditions: dict[tuple[str, str], str] = {}
+        self._said_at: dict[str, float] = {}
+        self._unsaid: Counter[str] = Counter()
+
+    def begin(self, where: str, kind: str, text: str) -> None:
+        """A condition is there; logged unless it was already."""
+        with self._lock:
+            known = (where, kind) in self._conditions
+            self._conditions[where, kind] = text
+        if not known:
+            self._log.warning("tier %s: %s: %s; going on without it", self._tier, where, text)
+
+    def end(self, where: str, kind: str) -> None:
+        """A condition is over; cheap when it was not there."""
+        if (where, kind) not in self._conditions:
+            return
+        with self._lock:
+            text = self._conditions.pop((where, kind), None)
+        if text is not None:
+            self._log.info("tier %s: %s: works again, after: %s", self._tier, where, text)
+
+    def incident(self, kind: str, text: str) -> None:
+        """Something happened once."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._said_at.get(kind, -_SUM_S) + _SUM_S:
+                self._unsaid[kind] += 1
+                return
+            self._said_at[kind] = now
+            more = self._unsaid.pop(kind, 0)
+        self._log.warning(
+            "tier %s: %s: %s%s",
+            self._tier,
+            kind,
+            text,
+            f" (and {more} more since the last line)" if more else "",
+        )
+
+    def conditions(self) -> dict[str, str]:
+        """The conditions that are there now, by where and kind."""
+        with self._lock:
+            return {f"{where}: {kind}": text for (where, kind), text in self._conditions.items()}

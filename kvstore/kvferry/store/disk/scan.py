@@ -1,0 +1,194 @@
+"""What lies in a directory: one walk over names and sizes, without opening a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from kvferry.core.keys import BlockKey
+from kvferry.store.disk import names
+from kvferry.store.disk.files import Files
+from kvferry.store.disk.folders import disk_nbytes
+
+__all__ = ["FoundBlock", "Scan", "scan_directory"]
+
+FoundBlock = tuple[int, BlockKey, int]
+"""Time of last use in ns, key, bytes on disk."""
+
+_OWN: Final = frozenset((names.LOCK_NAME, names.QUARANTINE_NAME))
+_MAX_NAMED: Final = 100
+_Entry = os.DirEntry[str]
+
+
+@dataclass
+class Scan:
+    """The result of a walk.
+
+    Attributes:
+        blocks: By tenant and namespace id.
+        overhead_nbytes: What folders, the lock, and what is not ours take up; without the quarantine.
+        quarantined: Name and bytes of what was put away as corrupt, the oldest first.
+        foreign: Paths of what is not ours, relative to the directory; the first 100.
+        foreign_count: How many there are.
+        temporaries: How many were found, and removed if asked.
+        errors: What could not be read or removed.
+    """
+
+    blocks: dict[tuple[str, bytes], list[FoundBlock]] = field(default_factory=dict)
+    overhead_nbytes: int = 0
+    quarantined: list[tuple[str, int]] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    foreign_count: int = 0
+    temporaries: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def scan_directory(files: Files, root: int, *, clean: bool) -> Scan:
+    """Walk a directory; with ``clean`` temporaries and empty folders are removed.
+
+    Only the owner of the lock may clean. Links are not followed. What comes or goes meanwhile may be missed.
+
+    Raises:
+        OSError: If the directory itself cannot be read.
+    """
+    walk = _Walk(files, clean)
+    walk.found.overhead_nbytes = disk_nbytes(files.status(root))
+    walk.top(root)
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, files: Files, clean: bool) -> None:
+        self.files = files
+        self.clean = clean
+        self.found = Scan()
+
+    def top(self, fd: int) -> None:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                tenant = names.tenant_of_folder(entry.name)
+                if entry.name == names.QUARANTINE_NAME:
+                    self.below(fd, entry, "", self.quarantine)
+                elif tenant is not None and entry.is_dir(follow_symlinks=False):
+                    self.below(fd, entry, "", partial(self.tenant, tenant=tenant))
+                else:
+                    self.top_file(fd, entry)
+
+    def top_file(self, fd: int, entry: _Entry) -> None:
+        if entry.name == names.PROBE_NAME and entry.is_file(follow_symlinks=False):
+            self.temporary(fd, entry, "")
+        else:
+            self.other(fd, entry, "", ours=entry.name in _OWN)
+
+    def tenant(self, fd: int, path: str, tenant: str) -> int:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                namespace = names.namespace_of_folder(entry.name)
+                if namespace is None or not entry.is_dir(follow_symlinks=False):
+                    self.other(fd, entry, path)
+                    continue
+                blocks: list[FoundBlock] = []
+                self.below(fd, entry, path, partial(self.namespace, blocks=blocks))
+                if blocks:
+                    self.found.blocks[tenant, namespace] = blocks
+        return 1
+
+    def namespace(self, fd: int, path: str, blocks: list[FoundBlock]) -> int:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                shard = names.shard_of_folder(entry.name)
+                if shard is None or not entry.is_dir(follow_symlinks=False):
+                    self.other(fd, entry, path)
+                else:
+                    self.below(fd, entry, path, partial(self.shard, shard=shard, blocks=blocks))
+        return len(blocks)
+
+    def shard(self, fd: int, path: str, shard: int, blocks: list[FoundBlock]) -> int:
+        """The inner loop: some microseconds a block."""
+        seen = 0
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                key = names.key_of_name(entry.name, shard)
+                seen += 1
+                if key is not None and entry.is_file(follow_symlinks=False):
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except OSError:  # just gone, or the medium fails: the first read will tell
+                        continue
+                    used_at = max(status.st_mtime_ns, status.st_atime_ns)
+                    blocks.append((used_at, key, disk_nbytes(status)))
+                elif names.is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
+                    seen -= self.temporary(fd, entry, path)
+                else:
+                    self.other(fd, entry, path)
+        return seen
+
+    def temporary(self, fd: int, entry: _Entry, path: str) -> bool:
+        """Left by a crash; removed, or counted if that fails."""
+        self.found.temporaries += 1
+        try:
+            if self.clean:
+                self.files.unlink(entry.name, fd)
+                return True
+            self.found.overhead_nbytes += disk_nbytes(entry.stat(follow_symlinks=False))
+        except OSError as error:
+            self.found.errors.append(f"{path}/{entry.name}: {error.strerror}")
+            self.found.overhead_nbytes += _size(entry)
+        return False
+
+    def quarantine(self, fd: int, path: str) -> int:
+        del path
+        with os.scandir(fd) as entries:
+            sizes = sorted(
+                (entry.stat(follow_symlinks=False).st_mtime_ns, entry.name, _size(entry)) for entry in entries
+            )
+        self.found.quarantined = [(name, nbytes) for _, name, nbytes in sizes]
+        return 1
+
+    def below(self, parent: int, entry: _Entry, path: str, visit: Callable[[int, str], int]) -> None:
+        """Open a folder and visit it; an empty one (``visit`` returned 0) is removed when cleaning."""
+        path = f"{path}/{entry.name}" if path else entry.name
+        try:
+            fd = self.files.open_folder(entry.name, parent)
+            try:
+                nbytes = disk_nbytes(self.files.status(fd))
+                self.found.overhead_nbytes += nbytes
+                if not visit(fd, path) and self.clean and self.files.remove_folder(entry.name, parent):
+                    self.found.overhead_nbytes -= nbytes
+            finally:
+                self.files.close(fd)
+        except OSError as error:
+            self.found.errors.append(f"{path}: {error.strerror}")
+
+    def other(self, parent: int, entry: _Entry, path: str, *, ours: bool = False) -> None:
+        """Count what is no block, a folder with all that is in it, a link as itself."""
+        is_folder = entry.is_dir(follow_symlinks=False)
+        self.found.overhead_nbytes += 0 if is_folder else _size(entry)
+        if not ours:
+            where = f"{path}/{entry.name}" if path else entry.name
+            self.found.foreign_count += 1
+            if len(self.found.foreign) < _MAX_NAMED:
+                self.found.foreign.append(where)
+        if is_folder:
+            self.below(parent, entry, path, self.foreign_tree)
+
+    def foreign_tree(self, fd: int, path: str) -> int:
+        del path
+        for _, folders, others, folder in os.fwalk(dir_fd=fd):
+            for name in (*folders, *others):
+                try:
+                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                except OSError:
+                    continue
+                self.found.overhead_nbytes += disk_nbytes(status)
+        return 1
+
+
+def _size(entry: _Entry) -> int:
+    try:
+        return disk_nbytes(entry.stat(follow_symlinks=False))
+    except OSError:
+        return 0

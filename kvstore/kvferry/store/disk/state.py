@@ -1,0 +1,153 @@
+"""What the verbs of a disk tier share: directories, index, counters, and how files are put out of the way."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from kvferry.store.disk import names
+from kvferry.store.disk.blocks import BlockReader
+from kvferry.store.disk.files import Files, is_gone, reason_of
+from kvferry.store.disk.header import HeaderTemplate
+from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
+from kvferry.store.disk.options import DiskOptions
+from kvferry.store.disk.problems import Problems
+from kvferry.store.disk.root import Root, RootDownError
+from kvferry.store.tier import TierNamespace
+
+__all__ = ["DiskState", "Home"]
+
+
+_SMALL: Final = 4 * names.FANOUT
+
+
+class Home(NamedTuple):
+    """A namespace that the tier was told of, with all that is made from it once."""
+
+    namespace: TierNamespace
+    held: NamespaceIndex
+    template: HeaderTemplate
+    reader: BlockReader
+
+
+class DiskState:
+    """Shared by the verbs. Thread safe.
+
+    Args:
+        options: Of the tier.
+        files: System calls.
+        index: What is held.
+        roots: The directories.
+        problems: Where what goes wrong is told.
+    """
+
+    def __init__(
+        self, options: DiskOptions, files: Files, index: DiskIndex, roots: list[Root], problems: Problems
+    ) -> None:
+        self.options = options
+        self.files = files
+        self.index = index
+        self.roots = roots
+        self.problems = problems
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+        self._resisting: list[DiskEntry] = []
+
+    def count(self, names_: Iterable[str]) -> None:
+        """Add one to each of the counters."""
+        with self._lock:
+            self._counters.update(names_)
+
+    def counters(self) -> dict[str, float]:
+        """A snapshot of the counters."""
+        with self._lock:
+            return dict(self._counters)
+
+    def check_vanished(self, root: Root) -> bool:
+        """Take a directory down whose path is not there any more, or is another; whether it is down."""
+        if root.is_up and not root.has_vanished():
+            return False
+        if root.is_up:
+            self.problems.begin(root.path, "down", "the directory has vanished")
+            root.stop()
+            self.index.drop_root(root.number)
+            with self._lock:
+                lost = [e for e in self._resisting if e.root == root.number]
+                self._resisting = [e for e in self._resisting if e.root != root.number]
+            self.index.release(sum(e.nbytes for e in lost))
+        return True
+
+    def quarantine(self, entry: DiskEntry, reason: str) -> None:
+        """Forget a corrupt block and put its file out of the way."""
+        if not self.index.discard(entry):
+            return  # another reader was first
+        root, freed = self.roots[entry.root], 0
+        try:
+            folder = root.folder(entry.index.tenant, entry.index.namespace_id, entry.key)
+            freed = root.quarantine(folder, entry.index.namespace_id, entry.key, entry.nbytes)
+        except OSError as error:
+            freed = entry.nbytes if is_gone(error) else 0
+        finally:
+            self.index.gone(entry, freed)
+        self.count(("corrupt",))
+        self.problems.incident("corrupt block", f"{entry.key.hex()[:16]}… in {root.path}: {reason}")
+
+    def unlink(self, entry: DiskEntry) -> None:
+        """Remove the file of a discarded entry; it is fine if there is none.
+
+        Raises:
+            OSError: If it is still there.
+        """
+        root = self.roots[entry.root]
+        try:
+            folder = root.folder(entry.index.tenant, entry.index.namespace_id, entry.key)
+            self.files.unlink(names.block_name(entry.key), folder.fd)
+            if self.tidies(entry.index):
+                root.tidy(entry.index.tenant, entry.index.namespace_id, entry.key)
+        except RootDownError:
+            return  # all its bytes were given back when it went down
+        except OSError as error:
+            if not is_gone(error):
+                raise
+
+    @staticmethod
+    def tidies(held: NamespaceIndex) -> bool:
+        """Whether folders of the namespace may fall empty: a large one has something in each."""
+        return len(held.entries) < _SMALL
+
+    def remove(self, entry: DiskEntry) -> None:
+        """Remove the file of a discarded entry, later if it cannot be done now: nobody reads it any more."""
+        try:
+            self.unlink(entry)
+        except OSError as error:
+            reason = f"{names.block_name(entry.key)} in {self.roots[entry.root].path}: {reason_of(error)}"
+            self.problems.incident("removal failed, tried again later", reason)
+            self.index.gone(entry, 0)
+            with self._lock:
+                self._resisting.append(entry)
+        else:
+            self.index.gone(entry, entry.nbytes)
+
+    def retry_removals(self) -> bool:
+        """Try again what :meth:`remove` could not; whether something is left."""
+        with self._lock:
+            entries, self._resisting = self._resisting, []
+        left: list[DiskEntry] = []
+        for entry in entries:
+            discarded = self.index.rediscard(entry)
+            if discarded is None:
+                left.append(entry)
+            if not discarded:
+                continue
+            try:
+                self.unlink(entry)
+            except OSError:
+                self.index.gone(entry, 0)
+                left.append(entry)
+            else:
+                self.index.gone(entry, entry.nbytes)
+        with self._lock:
+            self._resisting += left
+            return bool(self._resisting)

@@ -1,0 +1,384 @@
+"""The disk tier: one safetensors file a block, in one or several directories."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvferry.core.clock import is_past, time_left
+from kvferry.core.errors import ConfigError
+from kvferry.core.eviction import EvictionPolicy, LRUPolicy
+from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.store.disk.blocks import BlockReader
+from kvferry.store.disk.files import Files, reason_of
+from kvferry.store.disk.header import HeaderTemplate
+from kvferry.store.disk.index import DiskEntry, DiskIndex
+from kvferry.store.disk.maintenance import Maintenance
+from kvferry.store.disk.names import tenant_folder
+from kvferry.store.disk.options import DiskOptions
+from kvferry.store.disk.pool import Batch, IoPool
+from kvferry.store.disk.probe import PROBE_NBYTES
+from kvferry.store.disk.problems import Problems
+from kvferry.store.disk.reads import read_block
+from kvferry.store.disk.root import Root
+from kvferry.store.disk.state import DiskState, Home
+from kvferry.store.disk.writes import Writes
+from kvferry.store.tier import (
+    UNKNOWN_PARENT,
+    BlockRead,
+    BlockWrite,
+    ReadOutcome,
+    ReadResult,
+    Tier,
+    TierEntry,
+    TierNamespace,
+    TierUsage,
+    WriteOutcome,
+    WriteResult,
+)
+
+__all__ = ["DiskTier"]
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class DiskTier(Tier):
+    """Keeps blocks in files. See :class:`~kvferry.store.tier.Tier` for the contract of every verb.
+
+    What it holds is known when the constructor returns; headers are compared in the background, and always
+    before a block is served. A directory that cannot be used costs its blocks and nothing else; it is tried
+    again every ``retry_s`` seconds.
+
+    Args:
+        name: Name of the tier.
+        options: See :class:`DiskOptions`.
+        policy: Makes the eviction policy from the capacity in bytes.
+        files: System calls; for tests.
+
+    Raises:
+        TierError: If another process uses one of the directories.
+    """
+
+    persistent = True
+    indexed = True
+
+    def __init__(
+        self,
+        name: str,
+        options: DiskOptions,
+        *,
+        policy: Callable[[int], EvictionPolicy] = LRUPolicy,
+        files: Files | None = None,
+    ) -> None:
+        self.name = name
+        self.options = options
+        self._closed = False
+        self.files = files or Files()
+        problems = Problems(name, _log)
+        index = DiskIndex(options.capacity_nbytes, policy(options.capacity_nbytes))
+        roots = [
+            Root(number, path, self.files, problems, lambda n: index.release(-n), options)
+            for number, path in enumerate(options.directories)
+        ]
+        self._state = DiskState(options, self.files, index, roots, problems)
+        self._writes = Writes(self._state)
+        self._homes: dict[TierNamespace, Home] = {}
+        self._maintenance = Maintenance(name, self._state, self._start_root)
+        self._readers = IoPool(f"kvferry-{name}-read", options.read_threads)
+        self._writers = IoPool(f"kvferry-{name}-write", options.write_threads)
+        try:
+            self._maintenance.start(self._start_all())
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_options(cls, name: str, options: Mapping[str, object]) -> DiskTier:
+        """Build the tier from its table in the configuration: see :meth:`DiskOptions.from_mapping`."""
+        return cls(name, DiskOptions.from_mapping(f"tier {name}", options))
+
+    # -- starting --------------------------------------------------------------------------------------
+
+    def _start_all(self) -> list[DiskEntry]:
+        found: list[DiskEntry] = []
+        for root in self._state.roots:
+            try:
+                found += self._start_root(root, make=True)
+            except OSError as error:
+                self._state.problems.begin(root.path, "down", reason_of(error))
+        return found
+
+    def _start_root(self, root: Root, *, make: bool = False) -> list[DiskEntry]:
+        """Open a directory and enter what it holds; returns what is to be verified."""
+        index = self._state.index
+        scan = root.start(make=make)
+        homes = [index.namespace(*name) for name in scan.blocks]
+        blocks = [
+            (used_at, number, key, nbytes)
+            for number, found in enumerate(scan.blocks.values())
+            for used_at, key, nbytes in found
+        ]
+        blocks.sort()  # the policy learns of them in the order of their last use
+        loaded, doubles = index.load((homes[n], key, nbytes, root.number) for _, n, key, nbytes in blocks)
+        for entry in doubles:
+            self._remove_double(entry)
+        if scan.temporaries or scan.foreign_count or scan.errors:
+            _log.info(
+                "tier %s: %s: removed %d temporaries; %d entries are not ours %s; not read: %s",
+                self.name, root.path, scan.temporaries, scan.foreign_count, scan.foreign[:3], scan.errors[:3],
+            )  # fmt: skip
+        self._shrink()
+        self._choose_direct(root)
+        return loaded
+
+    def _remove_double(self, entry: DiskEntry) -> None:
+        """A block that is in another directory too, since this one was down when it was written again."""
+        try:
+            self._state.unlink(entry)
+        except OSError:
+            return  # its bytes stay counted
+        self._state.index.release(entry.nbytes)
+
+    def _shrink(self) -> None:
+        """Evict what is above the cap, which may be lower than last time."""
+        while (above := self._state.index.used_nbytes - self.options.capacity_nbytes) > 0:
+            victims = self._state.index.evict(above)
+            if victims is None:
+                _log.warning("tier %s: %d bytes above the capacity, and none its own", self.name, above)
+                return
+            for entry in victims:
+                self._state.remove(entry)
+
+    def _choose_direct(self, root: Root) -> None:
+        mode = self.options.direct
+        room = self.options.capacity_nbytes - self._state.index.used_nbytes
+        if mode != "auto":
+            root.direct_read = root.direct_write = mode == "on"
+            root.direct_text = f"configured: {mode}"
+        elif room < 2 * PROBE_NBYTES:
+            root.direct_text = "too little room to measure"
+        else:
+            root.direct_text = root.probe()
+
+    # -- the verbs -------------------------------------------------------------------------------------
+
+    def open(self, namespace: TierNamespace) -> None:
+        """See :class:`~kvferry.store.tier.Tier`.
+
+        Raises:
+            ConfigError: If the tenant's id cannot name a folder.
+        """
+        if namespace in self._homes:
+            return
+        tenant_folder(namespace.tenant)
+        index = self._state.index.namespace(namespace.tenant, namespace.namespace_id)
+        template = HeaderTemplate(namespace)
+        index.told, index.template = namespace, template
+        reader = BlockReader(self._state.files, namespace, template)
+        self._homes[namespace] = Home(namespace, index, template, reader)
+
+    def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
+        """See :class:`~kvferry.store.tier.Tier`. From memory; the deadline has no effect."""
+        del deadline
+        home = self._home(namespace)
+        return [False] * len(keys) if self._closed else self._state.index.contains(home.held, keys)
+
+    def read_into(
+        self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
+    ) -> list[ReadResult]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        home = self._home(namespace)
+        for block in blocks:
+            _require_block(block.key, block.into, home, writable=True)
+        if self._closed:
+            return [ReadResult(ReadOutcome.FAILED, f"tier {self.name} is closed")] * len(blocks)
+        held = self._state.index.contains(home.held, [block.key for block in blocks])
+        results = [ReadResult(ReadOutcome.MISS)] * len(blocks)
+        wanted = [number for number, is_held in enumerate(held) if is_held]
+
+        def read(number: int) -> tuple[ReadResult, DiskEntry | None]:
+            if is_past(deadline):
+                return ReadResult(ReadOutcome.FAILED, _LATE), None
+            return read_block(self._state, home, blocks[wanted[number]])
+
+        used: list[DiskEntry] = []
+        done = _collect(self._readers.run(len(wanted), read, deadline))
+        for number, found in zip(wanted, done, strict=True):
+            if isinstance(found, _Missing):
+                results[number] = ReadResult(ReadOutcome.FAILED, found.reason, in_flight=found.in_flight)
+            else:
+                results[number], entry = found
+                used += [entry] if entry is not None else []
+        self._state.index.accessed(reversed(used))
+        self._state.count(_READ_COUNTERS[result.outcome] for result in results)
+        return results
+
+    def write(
+        self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float
+    ) -> list[WriteResult]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        home = self._home(namespace)
+        for block in blocks:
+            _require_block(block.key, block.data, home)
+            if block.parent is not None and len(block.parent) != KEY_NBYTES:
+                raise ConfigError(f"a parent has {len(block.parent)} bytes, a key has {KEY_NBYTES}")
+        if self._closed:
+            return [WriteResult(WriteOutcome.FAILED, f"tier {self.name} is closed")] * len(blocks)
+
+        def write(number: int) -> tuple[WriteResult, DiskEntry | None]:
+            if is_past(deadline):
+                return WriteResult(WriteOutcome.FAILED, _LATE), None
+            return self._writes.write(home, blocks[number], deadline)
+
+        results: list[WriteResult] = []
+        stored: list[DiskEntry] = []
+        for found in _collect(self._writers.run(len(blocks), write, deadline)):
+            if isinstance(found, _Missing):
+                results.append(WriteResult(WriteOutcome.FAILED, found.reason, found.in_flight))
+            else:
+                results.append(found[0])
+                stored += [found[1]] if found[1] is not None else []
+        self._state.index.accessed(reversed(stored))  # files were written side by side, in any order
+        self._state.count(_WRITE_COUNTERS[result.outcome] for result in results)
+        return results
+
+    def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
+        """See :class:`~kvferry.store.tier.Tier`.
+
+        A block is forgotten at once; its file goes later if it cannot be removed now.
+        """
+        home = self._home(namespace)
+        entries = [None if self._closed else self._state.index.take(home.held, key) for key in keys]
+        going = [entry for entry in entries if entry is not None]
+        # not by the writers: those may be waiting for these very keys
+        self._readers.run(len(going), lambda number: self._state.remove(going[number]), deadline)
+        return [entry is not None for entry in entries]
+
+    def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, until: float) -> list[bool]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        return self._state.index.pin(self._home(namespace).held, keys, until)
+
+    def unpin(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        self._state.index.unpin(self._home(namespace).held, keys)
+
+    def scan(self) -> Iterator[TierEntry]:
+        """See :class:`~kvferry.store.tier.Tier`. Positions are in the headers only: -1 here."""
+        for entry in self._state.index.iterate():
+            home = entry.index
+            parent = entry.parent if entry.verified else UNKNOWN_PARENT
+            yield TierEntry(
+                home.tenant, home.namespace_id, entry.key, entry.nbytes, parent, -1, entry.verified
+            )
+
+    def usage(self) -> TierUsage:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        state, maintenance = self._state, self._maintenance
+        status = {"verified": f"{maintenance.verified} of {maintenance.found} headers found at the start"}
+        for root in state.roots:
+            reads, writes = ("direct" if on else "cached" for on in (root.direct_read, root.direct_write))
+            status[f"{root.path}: O_DIRECT"] = f"reads {reads}, writes {writes} ({root.direct_text})"
+        problems = state.problems.conditions()
+        return TierUsage(
+            entries=state.index.entry_count,
+            used_nbytes=state.index.used_nbytes,
+            capacity_nbytes=self.options.capacity_nbytes,
+            quarantined_nbytes=sum(root.quarantined_nbytes for root in state.roots),
+            healthy=not problems,
+            counters=state.counters(),
+            status={**status, **problems},
+        )
+
+    def wait_verified(self, *, deadline: float) -> bool:
+        """Wait until the headers found at the start have been compared; ``False`` at the deadline."""
+        return self._maintenance.wait_verified(deadline)
+
+    def flush(self, *, deadline: float) -> bool:
+        """See :class:`~kvferry.store.tier.Tier`. With ``sync=none`` it waits for running writes, no more."""
+        for event in self._state.index.writes_running():
+            if not event.wait(time_left(deadline)):
+                return False
+        if self.options.sync != "data":
+            return True
+        batch = self._writers.run(1, lambda _: self._sync_folders(), deadline)
+        done, _ = batch.cancel()
+        return done == [True]
+
+    def _sync_folders(self) -> bool:
+        try:
+            self._writes.sync_folders()
+        except OSError as error:
+            self._state.problems.incident("flush failed", reason_of(error))
+            return False
+        return True
+
+    def close(self) -> None:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        if self._closed:
+            return
+        self._closed = True
+        hanging = [*self._readers.close(), *self._writers.close()]
+        if not self._maintenance.close():
+            hanging.append("maintain")
+        if hanging:
+            _log.warning("tier %s: threads hang in the device and are left behind: %s", self.name, hanging)
+        for root in self._state.roots:
+            root.stop()
+
+    def _home(self, namespace: TierNamespace) -> Home:
+        home = self._homes.get(namespace)
+        if home is None:
+            raise ConfigError(
+                f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
+            )
+        return home
+
+
+_LATE = "not begun by the deadline"
+_READ_COUNTERS = {
+    ReadOutcome.HIT: "hits",
+    ReadOutcome.MISS: "misses",
+    ReadOutcome.CORRUPT: "corrupt_reads",
+    ReadOutcome.FAILED: "failed_reads",
+}
+_WRITE_COUNTERS = {
+    WriteOutcome.STORED: "stored",
+    WriteOutcome.PRESENT: "present",
+    WriteOutcome.REFUSED: "refused",
+    WriteOutcome.FAILED: "failed_writes",
+}
+
+
+class _Missing(NamedTuple):
+    reason: str
+    in_flight: threading.Event | None
+
+
+def _collect(batch: Batch[T]) -> list[T | _Missing]:
+    """The results of a batch; for an item without one, why."""
+    results, begun = batch.cancel()
+    settled = batch.settled.is_set()
+
+    def missing(number: int) -> _Missing:
+        if number not in begun:
+            return _Missing(_LATE, None)
+        if settled:
+            return _Missing("an internal error; see the log", None)
+        return _Missing("not done by the deadline; the device may hang", batch.settled)
+
+    return [missing(n) if result is None else result for n, result in enumerate(results)]
+
+
+def _require_block(key: BlockKey, data: memoryview, home: Home, *, writable: bool = False) -> None:
+    if len(key) != KEY_NBYTES:
+        raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
+    if data.nbytes != home.template.data_nbytes or data.ndim != 1 or data.itemsize != 1:
+        raise ConfigError(
+            f"a buffer of {data.nbytes} bytes, format {data.format!r}; a block of this namespace is a flat "
+            f"view of {home.template.data_nbytes} bytes"
+        )
+    if writable and data.readonly:
+        raise ConfigError("the buffer to read into is read-only")
