@@ -40,11 +40,18 @@ class ColdWalk:
 
 
 class MemcpyCold:
-    """Copies of ``piece_nbytes`` from one cold buffer to another, ``pieces`` a run."""
+    """Copies of ``piece_nbytes`` from one cold buffer to another, ``pieces`` a run.
 
-    def __init__(self, piece_nbytes: int, pieces: int) -> None:
+    Args:
+        piece_nbytes: Bytes of one copy.
+        pieces: Copies of one run.
+        walk_nbytes: What source and destination each walk through; below 256 MiB they are not cold.
+    """
+
+    def __init__(self, piece_nbytes: int, pieces: int, *, walk_nbytes: int = COLD_NBYTES) -> None:
         self._pieces = pieces
-        self._src, self._dst = ColdWalk(piece_nbytes), ColdWalk(piece_nbytes, fill=0)
+        self._src = ColdWalk(piece_nbytes, walk_nbytes)
+        self._dst = ColdWalk(piece_nbytes, walk_nbytes, fill=0)
         self._nbytes = piece_nbytes * pieces
 
     def __call__(self) -> Sample:

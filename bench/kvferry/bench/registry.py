@@ -51,6 +51,20 @@ GROUPS: dict[str, Group] = {
         scenarios=("stream.layers",),
         runner="kvferry.bench.scenarios.stream_layers:run",
     ),
+    "store": Group(
+        name="store",
+        summary="blocks saved, found, loaded and evicted, in memory and on disk",
+        scenarios=(
+            "store.save.dram",
+            "store.load.dram",
+            "store.lookup",
+            "store.evict",
+            "store.write.disk",
+            "store.read.disk",
+            "store.restart",
+        ),
+        runner="kvferry.bench.scenarios.store:run",
+    ),
 }
 
 

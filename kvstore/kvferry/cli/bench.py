@@ -64,6 +64,59 @@ def stream(
     _run("stream", Options(runs=runs, params=params), as_json=as_json)
 
 
+@app.command("store")
+def store(
+    *,
+    scenario: Annotated[
+        Text, typer.Option(metavar="NAME", help="Only this one, as store.save.dram; see bench list.")
+    ] = None,
+    sizes: Annotated[
+        Text,
+        typer.Option(
+            metavar="SIZE,…", help="Sizes of a block. [default: 64KiB,256KiB,1MiB,4MiB,16MiB,32MiB]"
+        ),
+    ] = None,
+    directory: Annotated[
+        Text,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Disk to measure: a folder is made in DIR, and removed. [default: beside the cache folder]",
+        ),
+    ] = None,
+    entries: Annotated[
+        Number,
+        typer.Option(min=512, help="Blocks of store.lookup and store.restart. [default: 1000000 and 100000]"),
+    ] = None,
+    sync: Annotated[
+        Text, typer.Option(metavar="none|data|full", help="What the disk tier syncs. [default: none]")
+    ] = None,
+    direct: Annotated[
+        Text, typer.Option(metavar="auto|on|off", help="O_DIRECT of the disk tier. [default: auto]")
+    ] = None,
+    walk: Annotated[
+        Text,
+        typer.Option(
+            metavar="SIZE", help="Memory that both ends walk through; less is not cold. [default: 256MiB]"
+        ),
+    ] = None,
+    runs: Runs = 9,
+    as_json: Json = False,
+) -> None:
+    """Blocks saved, found, loaded and evicted in memory, written and read on disk, found after a restart.
+
+    Copies stand beside a cold memcpy, files beside the same files without the store. Memory of an entry is
+    measured in a process of its own. At full scale store.lookup takes 5 GiB, store.restart 1 GiB of disk.
+    """
+    from kvferry.bench.registry import Options
+
+    params = {
+        "scenario": scenario, "sizes": sizes, "dir": directory, "entries": entries,
+        "sync": sync, "direct": direct, "walk": walk,
+    }  # fmt: skip
+    _run("store", Options(runs=runs, params=params), as_json=as_json)
+
+
 def _run(group: str, options: Options, *, as_json: bool) -> None:
     """Run a group with progress on standard error; results go to standard output."""
     from rich.console import Console

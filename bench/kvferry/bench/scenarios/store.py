@@ -1,0 +1,147 @@
+"""``kvferry bench store``: memory and disk against a cold memcpy and the same files without us."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvferry.bench.blocks import block_spec
+from kvferry.bench.ceilings import COLD_NBYTES
+from kvferry.bench.disk_pattern import filesystem_of
+from kvferry.bench.pairing import MIN_RUNS, Progress
+from kvferry.bench.registry import Options
+from kvferry.bench.results import Param, Result
+from kvferry.core.cachedir import cache_dir
+from kvferry.core.errors import CapacityError, ConfigError, UnknownPluginError
+from kvferry.core.nearest import did_you_mean
+from kvferry.core.units import format_nbytes, parse_nbytes
+
+__all__ = ["DEFAULT_SIZES", "SCENARIOS", "StoreOptions", "Workplace", "run"]
+
+DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,32MiB"
+SCENARIOS = {
+    "store.save.dram": "store_dram:run_save",
+    "store.load.dram": "store_dram:run_load",
+    "store.lookup": "store_lookup:run_lookup",
+    "store.evict": "store_dram:run_evict",
+    "store.write.disk": "store_disk:run_write",
+    "store.read.disk": "store_disk:run_read",
+    "store.restart": "store_restart:run_restart",
+}
+_LOOKUP_ENTRIES = 1_000_000
+_RESTART_ENTRIES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How to run the scenarios.
+
+    Attributes:
+        scenarios: Which, in order.
+        sizes: Bytes of a block, where a scenario has several.
+        runs: Rounds that count.
+        warmup: Rounds before them.
+        walk_nbytes: What both ends of a copy walk through; below 256 MiB they are not cold.
+        directory: Where to make a folder for the disk; ``None``: beside the user's cache folder.
+        lookup_entries: Blocks in the index that is looked up in.
+        restart_entries: Files that a restart finds.
+        sync: See :class:`~kvferry.store.disk.DiskOptions`.
+        direct: Likewise.
+    """
+
+    scenarios: tuple[str, ...] = tuple(SCENARIOS)
+    sizes: tuple[int, ...] = (1 << 20,)
+    runs: int = MIN_RUNS
+    warmup: int = 1
+    walk_nbytes: int = COLD_NBYTES
+    directory: Path | None = None
+    lookup_entries: int = _LOOKUP_ENTRIES
+    restart_entries: int = _RESTART_ENTRIES
+    sync: str = "none"
+    direct: str = "auto"
+
+    @classmethod
+    def of(cls, options: Options) -> StoreOptions:
+        """From what the command line gave.
+
+        Raises:
+            ConfigError: For a value that cannot be used.
+        """
+        scenario = str(options.param("scenario", ""))
+        if scenario and scenario not in SCENARIOS:
+            near = did_you_mean(scenario, list(SCENARIOS))
+            raise UnknownPluginError(f"no scenario {scenario!r}{near}; there are: {', '.join(SCENARIOS)}")
+        sizes = tuple(parse_nbytes(s) for s in str(options.param("sizes", DEFAULT_SIZES)).split(","))
+        for nbytes in sizes:
+            block_spec(nbytes)
+        directory = str(options.param("dir", ""))
+        return cls(
+            scenarios=(scenario,) if scenario else tuple(SCENARIOS),
+            sizes=sizes,
+            runs=options.runs,
+            warmup=options.warmup,
+            walk_nbytes=parse_nbytes(options.param("walk", COLD_NBYTES)),
+            directory=Path(directory) if directory else None,
+            lookup_entries=int(options.param("entries", _LOOKUP_ENTRIES)),
+            restart_entries=int(options.param("entries", _RESTART_ENTRIES)),
+            sync=str(options.param("sync", "none")),
+            direct=str(options.param("direct", "auto")),
+        )
+
+
+class _Scenario(Protocol):
+    def __call__(self, options: StoreOptions, progress: Progress) -> Iterator[Result]: ...
+
+
+def run(options: Options, progress: Progress) -> Iterator[Result]:
+    """Run the group."""
+    own = StoreOptions.of(options)
+    for name in own.scenarios:
+        module, function = SCENARIOS[name].split(":")
+        scenario: _Scenario = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+        yield from scenario(own, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """A folder of its own on the disk that is measured.
+
+    Attributes:
+        path: The folder.
+        params: Where it lies, for the result.
+    """
+
+    path: Path
+    params: dict[str, Param]
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, options: StoreOptions, needed_nbytes: int) -> Iterator[Workplace]:
+        """Make the folder and remove it at the end.
+
+        Raises:
+            CapacityError: If the disk has less than ``needed_nbytes`` free.
+            ConfigError: If the folder cannot be made.
+        """
+        parent = options.directory or cache_dir().parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder = tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=parent)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot work in {parent}: {error.strerror}; choose another with --dir"
+            ) from error
+        with folder as name:
+            free = shutil.disk_usage(name).free
+            if free < needed_nbytes:
+                raise CapacityError(
+                    f"{parent} has {format_nbytes(free)} free, the benchmark needs "
+                    f"{format_nbytes(needed_nbytes)}; choose another with --dir, or measure less"
+                )
+            yield cls(Path(name), {"dir": str(parent), "filesystem": filesystem_of(Path(name))})

@@ -1,0 +1,273 @@
+"""``store.write.disk`` and ``store.read.disk``: the disk tier against the same files without it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
+from kvferry.bench.ceilings import ColdWalk
+from kvferry.bench.disk_pattern import DiskPattern, FileShape, drop_page_cache
+from kvferry.bench.pairing import Progress, run_paired
+from kvferry.bench.results import Param, Result, Sample, summarise
+from kvferry.bench.scenarios.store import StoreOptions, Workplace
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import KVFerryError
+from kvferry.core.keys import BlockKey, block_keys
+from kvferry.store.disk import DiskOptions, DiskTier
+from kvferry.store.disk.header import HeaderTemplate
+from kvferry.store.disk.options import Direct, Sync
+from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
+
+__all__ = ["direct_modes", "run_read", "run_write"]
+
+_WAIT_S = 300.0
+_RUNS_A_WALK = 4
+_LEAST_BATCH = 8
+_MOST_BATCH = 32
+_BATCH_NBYTES = 32 << 20
+_SLACK_NBYTES = 64 << 20
+
+
+def direct_modes(status: Mapping[str, str]) -> tuple[bool, bool]:
+    """Whether a disk tier in one directory reads and writes with O_DIRECT, from its ``usage().status``."""
+    text = next(value for name, value in status.items() if name.endswith(": O_DIRECT"))
+    modes = text.partition("(")[0]
+    return "reads direct" in modes, "writes direct" in modes
+
+
+class _Disk:
+    """A disk tier and the baseline beside it, with blocks that walk through memory."""
+
+    def __init__(self, nbytes: int, options: StoreOptions, place: Workplace) -> None:
+        self.nbytes = nbytes
+        self.batch = max(_LEAST_BATCH, min(_MOST_BATCH, _BATCH_NBYTES // nbytes))
+        self.calls = max(1, options.walk_nbytes // _RUNS_A_WALK // (nbytes * self.batch))
+        self.held_calls = max(self.calls, options.walk_nbytes // (nbytes * self.batch))
+        self.source = BlockSource(nbytes, options.walk_nbytes)
+        self.space = TierNamespace.of("bench", block_spec(nbytes))
+        header_nbytes = HeaderTemplate(self.space).header_nbytes
+        files = (self.held_calls + self.calls) * self.batch
+        self.options = DiskOptions(
+            directories=(str(place.path / "tier"),),
+            capacity_nbytes=2 * files * (nbytes + header_nbytes) + _SLACK_NBYTES,
+            sync=cast("Sync", options.sync),
+            direct=cast("Direct", options.direct),
+        )
+        self.tier = DiskTier("disk", self.options)
+        self.tier.open(self.space)
+        read, write = direct_modes(self.tier.usage().status)
+        self.shape = FileShape(
+            header_nbytes=header_nbytes,
+            data_nbytes=nbytes,
+            sync=options.sync,
+            direct_read=read,
+            direct_write=write,
+            read_threads=self.options.read_threads,
+            write_threads=self.options.write_threads,
+            batch=self.batch,
+        )
+        self.pattern = DiskPattern(place.path / "pattern", self.shape)
+
+    def keys(self, first: int) -> list[BlockKey]:
+        """Keys of one call's chain, whose first block is block ``first``."""
+        return block_keys(
+            self.space.namespace_id, chain_tokens(first, self.batch), self.space.spec.block_tokens
+        )
+
+    def writes(self, first: int) -> list[BlockWrite]:
+        """What one call writes."""
+        keys = self.keys(first)
+        parents = [None, *keys]
+        return [
+            BlockWrite(key, self.source[first + n], parent, n)
+            for n, (key, parent) in enumerate(zip(keys, parents, strict=False))
+        ]
+
+    def write(self, firsts: Sequence[int]) -> Sample:
+        """One run of writes; at its end the folders are synced if that is asked."""
+        calls = [self.writes(first) for first in firsts]
+        latencies = []
+        cpu, start = time.process_time(), time.perf_counter()
+        for writes in calls:
+            begin = time.perf_counter()
+            results = self.tier.write(self.space, writes, deadline=deadline_in(_WAIT_S))
+            latencies.append(time.perf_counter() - begin)
+            for result in results:
+                if result.outcome is not WriteOutcome.STORED:
+                    raise KVFerryError(f"a block was not written: {result.outcome.value} {result.reason}")
+        if self.options.sync != "none" and not self.tier.flush(deadline=deadline_in(_WAIT_S)):
+            raise KVFerryError("the tier could not make its blocks durable")
+        seconds = time.perf_counter() - start
+        return Sample(
+            seconds, len(calls) * self.batch * self.nbytes, time.process_time() - cpu, tuple(latencies)
+        )
+
+    def read(self, firsts: Sequence[int], views: Sequence[memoryview]) -> Sample:
+        """One run of reads, into ``views``."""
+        calls = [
+            [BlockRead(key, views[at * self.batch + n]) for n, key in enumerate(self.keys(first))]
+            for at, first in enumerate(firsts)
+        ]
+        latencies = []
+        cpu, start = time.process_time(), time.perf_counter()
+        for reads in calls:
+            begin = time.perf_counter()
+            results = self.tier.read_into(self.space, reads, deadline=deadline_in(_WAIT_S))
+            latencies.append(time.perf_counter() - begin)
+            for result in results:
+                if result.outcome is not ReadOutcome.HIT:
+                    raise KVFerryError(f"a block was not read: {result.outcome.value} {result.reason}")
+        seconds = time.perf_counter() - start
+        return Sample(
+            seconds, len(calls) * self.batch * self.nbytes, time.process_time() - cpu, tuple(latencies)
+        )
+
+    def is_right(self, firsts: Sequence[int], views: Sequence[memoryview]) -> bool:
+        """Whether ``views`` hold the blocks of those calls, byte for byte."""
+        numbers = [first + n for first in firsts for n in range(self.batch)]
+        return all(self.source.matches(n, view) for n, view in zip(numbers, views, strict=True))
+
+    def params(self, place: Workplace, options: StoreOptions, *, write: bool) -> dict[str, Param]:
+        """Everything that changes the work."""
+        shape = self.shape
+        return {
+            "nbytes": self.nbytes,
+            "batch": self.batch,
+            "threads": shape.write_threads if write else shape.read_threads,
+            "checksum": "xxh3",
+            "sync": shape.sync,
+            "direct": shape.direct_write if write else shape.direct_read,
+            "header_nbytes": shape.header_nbytes,
+            "walk_nbytes": options.walk_nbytes,
+            **place.params,
+            "cpus": os.cpu_count() or 1,
+        }
+
+    def close(self) -> None:
+        self.tier.close()
+        self.pattern.close()
+
+
+class _Turns:
+    """Numbers of the first blocks of one run's calls, on and on; round after ``held_calls`` if given."""
+
+    def __init__(self, disk: _Disk, held_calls: int | None = None) -> None:
+        self._disk, self._held = disk, held_calls
+        self._next = 0
+
+    def take(self) -> list[int]:
+        found = []
+        for _ in range(self._disk.calls):
+            call = self._next if self._held is None else self._next % self._held
+            found.append(call * self._disk.batch)
+            self._next += 1
+        return found
+
+
+class _TierWrites:
+    def __init__(self, disk: _Disk) -> None:
+        self._disk, self._turns = disk, _Turns(disk)
+        self.firsts: list[int] = []
+
+    def __call__(self) -> Sample:
+        """Write new blocks; those of the last run are removed before, so that only one run's are there."""
+        for first in self.firsts:
+            self._disk.tier.remove(self._disk.space, self._disk.keys(first), deadline=deadline_in(_WAIT_S))
+        self.firsts = self._turns.take()
+        return self._disk.write(self.firsts)
+
+
+class _PatternWrites:
+    def __init__(self, disk: _Disk) -> None:
+        self._disk, self._turns = disk, _Turns(disk)
+        self._firsts: list[int] = []
+
+    def __call__(self) -> Sample:
+        disk = self._disk
+        if self._firsts:
+            disk.pattern.remove(self._firsts[0], disk.calls * disk.batch)
+        self._firsts = self._turns.take()
+        views = [disk.source[first + n] for first in self._firsts for n in range(disk.batch)]
+        return disk.pattern.write(self._firsts[0], views)
+
+
+def run_write(options: StoreOptions, progress: Progress) -> Iterator[Result]:
+    """Blocks from memory to files."""
+    for nbytes in options.sizes:
+        with Workplace.open(options, 4 * max(options.walk_nbytes, nbytes * _LEAST_BATCH)) as place:
+            disk = _Disk(nbytes, options, place)
+            try:
+                writes = _TierWrites(disk)
+                samples = run_paired(
+                    {"subject": writes, "disk_pattern": _PatternWrites(disk)},
+                    runs=options.runs,
+                    warmup=options.warmup,
+                    progress=progress,
+                    label=f"store.write.disk nbytes={nbytes}",
+                )
+                back = ColdWalk(nbytes, len(writes.firsts) * disk.batch * nbytes, fill=0)
+                views = [back.take() for _ in range(len(writes.firsts) * disk.batch)]
+                disk.read(writes.firsts, views)
+                verified = disk.is_right(writes.firsts, views)
+                params = disk.params(place, options, write=True)
+            finally:
+                disk.close()
+        values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
+        yield summarise(
+            "store.write.disk", params, "GB/s", values, samples=samples["subject"], verified=verified
+        )
+
+
+class _Reads:
+    """Reads of files that no cache holds, into memory that is walked through."""
+
+    def __init__(self, disk: _Disk, folder: Path, walk_nbytes: int, *, tier: bool) -> None:
+        self._disk, self._folder, self._tier = disk, folder, tier
+        self._turns = _Turns(disk, disk.held_calls)
+        run_nbytes = disk.calls * disk.batch * disk.nbytes
+        self._into = ColdWalk(disk.nbytes, max(walk_nbytes, run_nbytes), fill=0)
+        self.firsts: list[int] = []
+        self.views: list[memoryview] = []
+
+    def __call__(self) -> Sample:
+        disk = self._disk
+        drop_page_cache(self._folder)
+        self.firsts = self._turns.take()
+        self.views = [self._into.take() for _ in range(disk.calls * disk.batch)]
+        if self._tier:
+            return disk.read(self.firsts, self.views)
+        return disk.pattern.read([f + n for f in self.firsts for n in range(disk.batch)], self.views)
+
+
+def run_read(options: StoreOptions, progress: Progress) -> Iterator[Result]:
+    """Blocks from files to memory."""
+    for nbytes in options.sizes:
+        with Workplace.open(options, 4 * max(options.walk_nbytes, nbytes * _LEAST_BATCH)) as place:
+            disk = _Disk(nbytes, options, place)
+            try:
+                firsts = [call * disk.batch for call in range(disk.held_calls)]
+                disk.write(firsts)
+                disk.pattern.write(0, [disk.source[n] for n in range(disk.held_calls * disk.batch)])
+                os.sync()  # what is dirty cannot be dropped from the page cache
+                reads = _Reads(disk, place.path / "tier", options.walk_nbytes, tier=True)
+                raw = _Reads(disk, place.path / "pattern", options.walk_nbytes, tier=False)
+                samples = run_paired(
+                    {"subject": reads, "disk_pattern": raw},
+                    runs=options.runs,
+                    warmup=options.warmup,
+                    progress=progress,
+                    label=f"store.read.disk nbytes={nbytes}",
+                )
+                verified = disk.is_right(reads.firsts, reads.views)
+                params = disk.params(place, options, write=False)
+                params["page_cache"] = "dropped by posix_fadvise before each run"
+            finally:
+                disk.close()
+        values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
+        yield summarise(
+            "store.read.disk", params, "GB/s", values, samples=samples["subject"], verified=verified
+        )

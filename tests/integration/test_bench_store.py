@@ -1,0 +1,105 @@
+"""``kvferry bench store``: every scenario runs at a tiny scale and prints its fields; no figure is judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FIELDS = {
+    "scenario", "params", "value", "unit", "spread", "runs", "baselines", "ratios", "ratio_spread", "p50_us",
+    "p99_us", "cpu_s_per_gb", "verified",
+}  # fmt: skip
+BASELINES = {
+    "store.save.dram": {"memcpy_cold"},
+    "store.load.dram": {"memcpy_cold"},
+    "store.evict": {"memcpy_cold"},
+    "store.write.disk": {"disk_pattern"},
+    "store.read.disk": {"disk_pattern"},
+}
+MAIN = "from kvferry.cli import main; main()"
+
+
+def bench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MAIN, "bench", "store", "--dir", str(folder), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def of(lines: list[dict[str, Any]], scenario: str, **params: object) -> list[dict[str, Any]]:
+    return [
+        line for line in lines if line["scenario"] == scenario and params.items() <= line["params"].items()
+    ]
+
+
+def test_every_scenario_runs_and_prints_its_fields(tmp_path: Path) -> None:
+    done = bench(
+        tmp_path, "--runs", "1", "--sizes", "64KiB,256KiB", "--walk", "2MiB", "--entries", "512", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for line in lines:
+        assert set(line) == FIELDS
+        assert line["value"] > 0
+        assert line["spread"][0] <= line["value"] <= line["spread"][1]
+        assert line["runs"] == 1
+        assert line["params"]["cpus"] >= 1
+    for scenario, baselines in BASELINES.items():
+        found = of(lines, scenario)
+        assert {line["params"]["nbytes"] for line in found} == {64 << 10, 256 << 10}
+        for line in found:
+            assert set(line["ratios"]) == baselines
+            assert line["verified"] is True
+            assert line["p50_us"] <= line["p99_us"]
+            assert line["params"]["walk_nbytes"] == 2 << 20
+            assert {"threads", "batch", "checksum"} <= set(line["params"])
+            assert line["unit"] == ("us/block" if scenario == "store.load.dram" else "GB/s")
+            assert (line["cpu_s_per_gb"] is None) == (scenario == "store.load.dram")
+    for scenario in ("store.write.disk", "store.read.disk"):
+        for line in of(lines, scenario):
+            assert {"sync", "direct", "header_nbytes", "filesystem"} <= set(line["params"])
+            assert line["params"]["dir"] == str(tmp_path)
+    check_lookup(lines)
+    check_restart(lines)
+    assert not list(tmp_path.iterdir())
+
+
+def check_lookup(lines: list[dict[str, Any]]) -> None:
+    timed, memory = of(lines, "store.lookup", entries=512)
+    assert (timed["unit"], memory["unit"]) == ("us", "bytes")
+    assert timed["params"]["blocks"] == 512
+    assert timed["params"]["flush_nbytes"] == 2 << 20
+    assert set(timed["ratios"]) == {"plain_dict"}
+    assert timed["p50_us"] <= timed["p99_us"]
+    assert timed["verified"] is False
+
+
+def check_restart(lines: list[dict[str, Any]]) -> None:
+    ready, verified, memory = of(lines, "store.restart", entries=512)
+    assert ready["params"]["measured"] == "ready"
+    assert verified["params"]["measured"] == "headers verified, after ready"
+    for line in (ready, verified):
+        assert line["unit"] == "s"
+        assert set(line["ratios"]) == {"disk_pattern"}
+        assert line["verified"] is True
+        assert line["params"]["spoiled"] == 8
+    assert memory["unit"] == "bytes"
+
+
+def test_one_scenario_is_a_table_with_its_baseline(tmp_path: Path) -> None:
+    done = bench(
+        tmp_path, "--scenario", "store.save.dram", "--runs", "1", "--sizes", "64KiB", "--walk", "1MiB"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "store.save.dram" in done.stdout
+    assert "memcpy_cold" in done.stdout
+    assert "bytes compared" in done.stdout
+    assert "store.load.dram" not in done.stdout
+
+
+def test_an_unknown_scenario_is_refused_by_name(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--scenario", "store.saves.dram")
+    assert done.returncode == 2
+    assert "store.save.dram" in done.stderr
+    assert not done.stdout
