@@ -20,6 +20,7 @@ from kvferry.store.disk.header import (
     HeaderTemplate,
     header_length,
     parse_header,
+    readable,
 )
 from kvferry.store.tier import TierNamespace
 
@@ -185,7 +186,7 @@ def require_identity(header: BlockHeader, namespace: TierNamespace, key: BlockKe
         ("key", header.key, key),
         ("namespace", header.namespace_id, namespace.namespace_id),
         ("fingerprint", header.fingerprint, namespace.spec.fingerprint()),
-        ("tenant", header.tenant, namespace.tenant),
+        ("tenant", header.tenant, readable(namespace.tenant)),
     )
     for what, found, wanted in pairs:
         if found != wanted:

@@ -14,7 +14,16 @@ from typing import Final
 
 from kvferry.core.buffers import total_nbytes
 
-__all__ = ["DIRECT", "NO_DIRECT", "Files", "is_gone", "read_parts", "reason_of", "write_parts"]
+__all__ = [
+    "DIRECT",
+    "NO_DIRECT",
+    "Files",
+    "is_gone",
+    "open_quietly",
+    "read_parts",
+    "reason_of",
+    "write_parts",
+]
 
 DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 NO_DIRECT: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP))
@@ -22,6 +31,7 @@ NO_DIRECT: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP))
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO planted there must not hold us up
 _CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_NO_ATIME: Final[int] = getattr(os, "O_NOATIME", 0)
 _IOV_MAX: Final = 1024
 
 
@@ -94,6 +104,10 @@ class Files:
             raise
         return True
 
+    def status_of(self, name: str, folder: int) -> os.stat_result:
+        """Size, blocks and times of a file, of a link itself."""
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
     def status(self, fd: int) -> os.stat_result:
         """Size, blocks and times of an open file or folder."""
         return os.fstat(fd)
@@ -106,6 +120,14 @@ class Files:
     def close(self, fd: int) -> None:
         """Close a descriptor."""
         os.close(fd)
+
+
+def open_quietly(files: Files, name: str, folder: int) -> tuple[int, int]:
+    """Open for reading without touching the time of last use, as :meth:`Files.open_read`."""
+    try:
+        return files.open_read(name, folder, _NO_ATIME)
+    except PermissionError:  # somebody else's file, which may be readable all the same
+        return files.open_read(name, folder)
 
 
 def is_gone(error: OSError) -> bool:

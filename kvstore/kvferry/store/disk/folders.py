@@ -103,9 +103,9 @@ class Folders:
         made = make is not None and self._files.make_folder(name, parent.fd)
         folder = OpenFolder(self._files, self._files.open_folder(name, parent.fd))
         if make is not None and made:
+            make(folder.nbytes + parent.growth())
             if self._durable:
                 self._files.sync(parent.fd)
-            make(folder.nbytes + parent.growth())
         return folder
 
     def remove_if_empty(self, tenant: str, namespace_id: bytes, shard: int) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "HeaderTemplate",
     "header_length",
     "parse_header",
+    "readable",
     "spec_from_json",
     "spec_to_json",
 ]
@@ -184,7 +185,7 @@ def _fixed_part(namespace: TierNamespace) -> bytes:
     spec, scope = namespace.spec, namespace.scope
     metadata = {
         "namespace": namespace.namespace_id.hex(),
-        "tenant": _text(namespace.tenant),
+        "tenant": readable(namespace.tenant),
         "fingerprint": spec.fingerprint().hex(),
         "scope": _dumps({"adapter": scope.adapter, "adapter_revision": scope.adapter_revision}),
         "spec": _dumps(spec_to_json(spec)),
@@ -211,7 +212,7 @@ def _tensors(spec: KVSpec) -> Iterable[tuple[str, dict[str, object]]]:
             continue
         start = at
         for tensor in layer.tensors:
-            name = f"layers.{number}.{_text(tensor.name)}"
+            name = f"layers.{number}.{readable(tensor.name)}"
             yield name, entry(_DTYPES[tensor.dtype], tensor.shape, at, at + tensor.nbytes)
             at += tensor.nbytes
         if at < start + layer.nbytes:
@@ -221,8 +222,8 @@ def _tensors(spec: KVSpec) -> Iterable[tuple[str, dict[str, object]]]:
         yield f"_pad.{pads}", entry("U8", [end - at], at, end)
 
 
-def _text(value: str) -> str:
-    """``value``; what no UTF-8 can hold is escaped, since readers refuse such a header."""
+def readable(value: str) -> str:
+    """``value`` as headers have it: what no UTF-8 can hold is escaped, since readers refuse such a file."""
     return value.encode("utf-8", "backslashreplace").decode()
 
 

@@ -13,8 +13,8 @@ from kvferry.core.errors import CorruptBlockError, TierError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import read_header, require_identity
-from kvferry.store.disk.files import is_gone, read_parts, reason_of
-from kvferry.store.disk.header import HeaderTemplate
+from kvferry.store.disk.files import is_gone, open_quietly, read_parts, reason_of
+from kvferry.store.disk.header import HeaderTemplate, readable
 from kvferry.store.disk.index import DiskEntry, NamespaceIndex
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.state import DiskState
@@ -40,6 +40,7 @@ class Maintenance:
         self._start_root = start_root
         self._wake = threading.Condition()
         self._closing = False
+        self._woken = False
         self._pending: deque[DiskEntry] = deque()
         self.found = 0
         self.verified = 0
@@ -53,6 +54,7 @@ class Maintenance:
     def wake(self) -> None:
         """Look now whether something is to be done."""
         with self._wake:
+            self._woken = True
             self._wake.notify_all()
 
     @property
@@ -92,7 +94,8 @@ class Maintenance:
             with self._wake:
                 self._wake.notify_all()
                 if not self._closing and not self._pending:
-                    self._wake.wait(pause)
+                    self._wake.wait_for(lambda: self._closing or self._woken, pause)
+                self._woken = False
 
     def _look_after(self) -> float:
         """Bring back directories and remove what resisted; returns how long to pause."""
@@ -119,7 +122,7 @@ class Maintenance:
         root = state.roots[entry.root]
         try:
             folder = root.folder(home.tenant, home.namespace_id, entry.key)
-            fd, nbytes = state.files.open_read(names.block_name(entry.key), folder.fd)
+            fd, nbytes = open_quietly(state.files, names.block_name(entry.key), folder.fd)
             try:
                 state.index.learn(entry, self._compare(home, entry, fd, nbytes))
             finally:
@@ -141,7 +144,7 @@ class Maintenance:
         parsed = read_header(self._state.files, fd)
         namespace = parsed.namespace() if home.told is None else home.told
         require_identity(parsed, namespace, entry.key)
-        if (namespace.tenant, namespace.namespace_id) != (home.tenant, home.namespace_id):
+        if (parsed.tenant, parsed.namespace_id) != (readable(home.tenant), home.namespace_id):
             raise CorruptBlockError("the header names another tenant or namespace than its folder")
         if nbytes != parsed.file_nbytes:
             raise CorruptBlockError(f"the file has {nbytes} bytes, its header speaks of {parsed.file_nbytes}")

@@ -103,10 +103,13 @@ def _converted(where: str, name: str, value: object) -> object:
         if not all(isinstance(p, str) and p and "\0" not in p for p in paths):
             raise ConfigError(f"{where} is {value!r}, must be a list of paths")
         return tuple(cast("Sequence[str]", paths))
-    if name.endswith("_nbytes") and isinstance(value, (str, int)):
-        return parse_nbytes(value)
-    if name.endswith("_s") and isinstance(value, (str, int, float)):
-        return parse_seconds(value)
+    try:
+        if name.endswith("_nbytes") and isinstance(value, (str, int)):
+            return parse_nbytes(value)
+        if name.endswith("_s") and isinstance(value, (str, int, float)):
+            return parse_seconds(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     wanted = {"sync": str, "direct": str, "verify": bool}.get(name, int)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         raise ConfigError(f"{where} is {value!r}, must be {wanted.__name__}")

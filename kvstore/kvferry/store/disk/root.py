@@ -23,7 +23,7 @@ from kvferry.core.errors import TierError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.files import Files, is_gone, reason_of
-from kvferry.store.disk.folders import Folders, OpenFolder
+from kvferry.store.disk.folders import Folders, OpenFolder, disk_nbytes
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.probe import probe_direct
 from kvferry.store.disk.problems import Problems
@@ -185,6 +185,11 @@ class Root:
         """Whether it is open."""
         return self._fd is not None
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether it is up and locked: else nothing can be written there."""
+        return self._lock_fd is not None
+
     def has_vanished(self) -> bool:
         """Whether what is at the path now is not what was opened."""
         with self._lock:
@@ -294,37 +299,40 @@ class Root:
             folder: Where it lies.
             namespace_id: Of which namespace.
             key: Its key.
-            nbytes: What it takes up; charged to the caller still.
+            nbytes: What is counted for it.
 
         Returns:
-            The bytes that are free now, which the caller gives back; 0 if the file could not be moved.
+            The bytes that the caller need not count any more; 0 if the file could not be moved or removed.
         """
         name = names.block_name(key)
         with self._lock:
             self._serial += 1
             target = f"{key.hex()}.{namespace_id.hex()[:16]}.{self._serial:x}.bad"
-            fits = nbytes <= self._max_quarantine
         try:
-            if not fits:
-                self._files.unlink(name, folder.fd)
-                return nbytes
-            self._move(folder, name, target)
+            now = disk_nbytes(self._files.status_of(name, folder.fd))  # it may have been tampered with
+            if now <= self._max_quarantine:
+                self._move(folder, name, target)
         except OSError as error:
             if is_gone(error):
                 return nbytes
-            try:
-                self._files.unlink(name, folder.fd)
-            except OSError as second:
-                if not is_gone(second):
-                    self._problems.incident("quarantine", f"{name} cannot be removed: {reason_of(second)}")
-                    return 0
-            return nbytes
+            now = self._max_quarantine + 1  # it cannot be moved: maybe it can be removed
+        if now > self._max_quarantine:
+            return nbytes if self._unlink(folder, name) else 0
         with self._lock:
-            self._quarantined.append((target, nbytes))
-            self.quarantined_nbytes += nbytes
-            self._overhead += nbytes  # from the block's account to this one's
+            self._quarantined.append((target, now))
+            self.quarantined_nbytes += now
+        self.charge(now)
         self._trim_quarantine()
-        return 0
+        return nbytes
+
+    def _unlink(self, folder: OpenFolder, name: str) -> bool:
+        try:
+            self._files.unlink(name, folder.fd)
+        except OSError as error:
+            if not is_gone(error):
+                self._problems.incident("quarantine", f"{name} cannot be removed: {reason_of(error)}")
+                return False
+        return True
 
     def _move(self, folder: OpenFolder, name: str, target: str) -> None:
         root = self._require_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from kvferry.store.disk import names
@@ -18,6 +18,10 @@ from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.tier import TierNamespace
 
 __all__ = ["DiskState", "Home"]
+
+
+def _nothing() -> None:
+    """Nobody is there to be woken yet."""
 
 
 _SMALL: Final = 4 * names.FANOUT
@@ -41,6 +45,9 @@ class DiskState:
         index: What is held.
         roots: The directories.
         problems: Where what goes wrong is told.
+
+    Attributes:
+        wake: Called when there is something to look after in the background.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class DiskState:
         self.index = index
         self.roots = roots
         self.problems = problems
+        self.wake: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
         self._resisting: list[DiskEntry] = []
@@ -77,6 +85,7 @@ class DiskState:
                 lost = [e for e in self._resisting if e.root == root.number]
                 self._resisting = [e for e in self._resisting if e.root != root.number]
             self.index.release(sum(e.nbytes for e in lost))
+            self.wake()
         return True
 
     def quarantine(self, entry: DiskEntry, reason: str) -> None:
@@ -104,13 +113,13 @@ class DiskState:
         try:
             folder = root.folder(entry.index.tenant, entry.index.namespace_id, entry.key)
             self.files.unlink(names.block_name(entry.key), folder.fd)
-            if self.tidies(entry.index):
-                root.tidy(entry.index.tenant, entry.index.namespace_id, entry.key)
         except RootDownError:
             return  # all its bytes were given back when it went down
         except OSError as error:
             if not is_gone(error):
                 raise
+        if self.tidies(entry.index):
+            root.tidy(entry.index.tenant, entry.index.namespace_id, entry.key)
 
     @staticmethod
     def tidies(held: NamespaceIndex) -> bool:
@@ -127,6 +136,7 @@ class DiskState:
             self.index.gone(entry, 0)
             with self._lock:
                 self._resisting.append(entry)
+            self.wake()
         else:
             self.index.gone(entry, entry.nbytes)
 

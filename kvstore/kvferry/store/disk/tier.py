@@ -87,6 +87,7 @@ class DiskTier(Tier):
         self._writes = Writes(self._state)
         self._homes: dict[TierNamespace, Home] = {}
         self._maintenance = Maintenance(name, self._state, self._start_root)
+        self._state.wake = self._maintenance.wake
         self._readers = IoPool(f"kvferry-{name}-read", options.read_threads)
         self._writers = IoPool(f"kvferry-{name}-write", options.write_threads)
         try:

@@ -1,0 +1,362 @@
+"""What a directory of the disk tier holds, whether it is sound, and how to mend it or take a block out.
+
+Reading needs no lock and disturbs no store that uses the directory: what comes or goes meanwhile is passed
+over. Mending takes the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from kvferry.core.buffers import page_aligned
+from kvferry.core.errors import CorruptBlockError, RequestError, StoreError, TierError
+from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.store.disk import names
+from kvferry.store.disk.blocks import read_header
+from kvferry.store.disk.files import Files, is_gone, open_quietly, read_parts, reason_of
+from kvferry.store.disk.header import BlockHeader, readable
+from kvferry.store.disk.options import DiskOptions
+from kvferry.store.disk.problems import Problems
+from kvferry.store.disk.root import Root
+from kvferry.store.disk.scan import Scan, scan_directory
+
+__all__ = [
+    "Finding",
+    "Inspection",
+    "NamespaceSummary",
+    "Verification",
+    "export_block",
+    "inspect",
+    "repair",
+    "verify",
+]
+
+Progress = Callable[[int, int], None]
+_CHUNK_NBYTES: Final = 4 << 20
+_SILENT: Final = logging.getLogger(f"{__name__}.silent")
+_SILENT.disabled = True  # what it would say is in the result
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSummary:
+    """The blocks of one namespace of one tenant.
+
+    Attributes:
+        tenant: Whose they are.
+        namespace_id: Of which namespace.
+        blocks: How many.
+        nbytes: What they take up.
+        oldest_s: Seconds since the least recently used was written or read; as well as the file system knows.
+        newest_s: Seconds since the last one was.
+        header: Of one of them; ``None`` if none could be read.
+    """
+
+    tenant: str
+    namespace_id: bytes
+    blocks: int
+    nbytes: int
+    oldest_s: float
+    newest_s: float
+    header: BlockHeader | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a directory holds.
+
+    Attributes:
+        directory: Its path.
+        used_by: Process that has locked it, if any.
+        namespaces: Largest first.
+        quarantined: Name and bytes of what was found corrupt, the oldest first.
+        temporaries: Files of writes in progress, or left by a crash.
+        foreign: What is not the tier's (the first 100).
+        foreign_count: How much of that there is.
+        overhead_nbytes: What folders and the foreign take up.
+        errors: What could not be read.
+    """
+
+    directory: str
+    used_by: int | None
+    namespaces: tuple[NamespaceSummary, ...]
+    quarantined: tuple[tuple[str, int], ...]
+    temporaries: int
+    foreign: tuple[str, ...]
+    foreign_count: int
+    overhead_nbytes: int
+    errors: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What the directory takes up, as ``du`` counts."""
+        parts = (sum(n.nbytes for n in self.namespaces), sum(n for _, n in self.quarantined))
+        return sum(parts) + self.overhead_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A block that is not what it should be."""
+
+    tenant: str
+    namespace_id: bytes
+    key: BlockKey
+    reason: str
+
+
+@dataclass(slots=True)
+class Verification:
+    """The result of reading every block.
+
+    Attributes:
+        blocks: How many were read.
+        nbytes: How much data.
+        corrupt: What is wrong.
+        unreadable: What the medium would not give: maybe sound, maybe not.
+        put_away: How many of the corrupt went into quarantine.
+    """
+
+    blocks: int = 0
+    nbytes: int = 0
+    corrupt: list[Finding] = field(default_factory=list)
+    unreadable: list[Finding] = field(default_factory=list)
+    put_away: int = 0
+
+
+def _open(directory: str) -> int:
+    try:
+        return Files().open_root(directory)
+    except OSError as error:
+        raise RequestError(f"{directory}: {reason_of(error)}; give the directory of a disk tier") from error
+
+
+def inspect(directory: str) -> Inspection:
+    """Walk over names and sizes, and read one header a namespace.
+
+    Raises:
+        RequestError: If there is no such directory.
+    """
+    files, root = Files(), _open(directory)
+    try:
+        scan = scan_directory(files, root, clean=False)
+        now = time.time_ns()
+        namespaces = [
+            NamespaceSummary(
+                tenant=tenant,
+                namespace_id=namespace,
+                blocks=len(blocks),
+                nbytes=sum(nbytes for _, _, nbytes in blocks),
+                oldest_s=max(0, now - min(at for at, _, _ in blocks)) / 1e9,
+                newest_s=max(0, now - max(at for at, _, _ in blocks)) / 1e9,
+                header=_some_header(files, root, tenant, namespace, [key for _, key, _ in blocks[:8]]),
+            )
+            for (tenant, namespace), blocks in scan.blocks.items()
+        ]
+        used_by = lock_owner(root)
+    finally:
+        files.close(root)
+    return Inspection(
+        directory=str(Path(directory).absolute()),
+        used_by=used_by,
+        namespaces=tuple(sorted(namespaces, key=lambda n: -n.nbytes)),
+        quarantined=tuple(scan.quarantined),
+        temporaries=scan.temporaries,
+        foreign=tuple(scan.foreign),
+        foreign_count=scan.foreign_count,
+        overhead_nbytes=scan.overhead_nbytes,
+        errors=tuple(scan.errors),
+    )
+
+
+def lock_owner(root: int) -> int | None:
+    """The process that holds the lock of a directory, without touching the lock."""
+    try:
+        found = os.stat(names.LOCK_NAME, dir_fd=root, follow_symlinks=False)
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and device in words:
+            return int(words[words.index(device) - 1])
+    return None
+
+
+def _some_header(
+    files: Files, root: int, tenant: str, namespace: bytes, keys: list[BlockKey]
+) -> BlockHeader | None:
+    for key in keys:
+        try:
+            with _OpenBlock(files, root, tenant, namespace, key) as block:
+                return read_header(files, block.fd)
+        except (OSError, CorruptBlockError):
+            continue
+    return None
+
+
+class _OpenBlock:
+    """The file of a block, opened without following links."""
+
+    def __init__(self, files: Files, root: int, tenant: str, namespace: bytes, key: BlockKey) -> None:
+        self._files = files
+        folder = os.dup(root)
+        try:
+            for name in (names.tenant_folder(tenant), namespace.hex(), names.shard_name(key[0])):
+                above, folder = folder, files.open_folder(name, folder)
+                files.close(above)
+            self.fd, self.nbytes = open_quietly(files, names.block_name(key), folder)
+        finally:
+            files.close(folder)
+
+    def __enter__(self) -> _OpenBlock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close(self.fd)
+
+
+def _each(scan: Scan) -> Iterator[tuple[str, bytes, BlockKey]]:
+    for (tenant, namespace), blocks in scan.blocks.items():
+        for _, key, _ in blocks:
+            yield tenant, namespace, key
+
+
+def verify(directory: str, progress: Progress | None = None) -> Verification:
+    """Read every block and compare identity, sizes and checksum.
+
+    Args:
+        directory: The directory.
+        progress: Told of the blocks done and of how many there are.
+
+    Raises:
+        RequestError: If there is no such directory.
+    """
+    files, root = Files(), _open(directory)
+    try:
+        scan = scan_directory(files, root, clean=False)
+        return _verify(files, root, scan, progress)
+    finally:
+        files.close(root)
+
+
+def _verify(files: Files, root: int, scan: Scan, progress: Progress | None) -> Verification:
+    found, buffer = Verification(), page_aligned(_CHUNK_NBYTES)
+    total = sum(len(blocks) for blocks in scan.blocks.values())
+    for done, (tenant, namespace, key) in enumerate(_each(scan), 1):
+        try:
+            with _OpenBlock(files, root, tenant, namespace, key) as block:
+                found.nbytes += _check(files, block, tenant, namespace, key, buffer)
+        except CorruptBlockError as error:
+            found.corrupt.append(Finding(tenant, namespace, key, str(error)))
+        except OSError as error:
+            if not is_gone(error):  # evicted meanwhile
+                found.unreadable.append(Finding(tenant, namespace, key, reason_of(error)))
+        found.blocks += 1
+        if progress is not None and (done % 64 == 0 or done == total):
+            progress(done, total)
+    return found
+
+
+def _check(
+    files: Files, block: _OpenBlock, tenant: str, namespace: bytes, key: BlockKey, buffer: memoryview
+) -> int:
+    """Compare one block; returns the bytes of its data."""
+    header = read_header(files, block.fd)
+    pairs = (
+        ("key", header.key, key),
+        ("namespace", header.namespace_id, namespace),
+        ("tenant", header.tenant, readable(tenant)),
+        ("size of the file", header.file_nbytes, block.nbytes),
+    )
+    for what, stored, wanted in pairs:
+        if stored != wanted:
+            raise CorruptBlockError(f"the {what} in the header is not that of the file")
+    checksum, nbytes, at = xxhash.xxh3_64(), header.spec.block_nbytes, 0
+    while at < nbytes:
+        part = buffer[: min(len(buffer), nbytes - at)]
+        if read_parts(files, block.fd, [part], header.header_nbytes + at) != len(part):
+            raise CorruptBlockError("the file ends in its data")
+        checksum.update(part)
+        at += len(part)
+    if checksum.intdigest() != header.checksum:
+        raise CorruptBlockError("the data does not have the checksum in the header")
+    return nbytes
+
+
+def repair(directory: str, progress: Progress | None = None) -> Verification:
+    """Verify, put what is corrupt into quarantine, remove temporaries and empty folders.
+
+    Raises:
+        RequestError: If there is no such directory.
+        TierError: If a store uses it, or nothing can be written there.
+    """
+    files = Files()
+    files.close(_open(directory))
+    options = DiskOptions((directory,), capacity_nbytes=1 << 62)
+    root = Root(0, directory, files, Problems("inspect", _SILENT), lambda _: None, options)
+    try:
+        scan = root.start(make=False)
+    except OSError as error:
+        raise TierError(f"{directory}: {reason_of(error)}") from error
+    try:
+        if not root.is_locked:
+            raise TierError(f"{directory} cannot be written to; repair it where it can")
+        fd = _open(directory)
+        try:
+            found = _verify(files, fd, scan, progress)
+        finally:
+            files.close(fd)
+        sizes = {(*name, key): nbytes for name, blocks in scan.blocks.items() for _, key, nbytes in blocks}
+        for bad in found.corrupt:
+            folder = root.folder(bad.tenant, bad.namespace_id, bad.key)
+            nbytes = sizes[bad.tenant, bad.namespace_id, bad.key]
+            root.quarantine(folder, bad.namespace_id, bad.key, nbytes)
+            found.put_away += 1
+        return found
+    finally:
+        root.stop()
+
+
+def export_block(directory: str, key_hex: str, target: str, *, tenant: str | None = None) -> BlockHeader:
+    """Copy the file of one block, after it was verified, to ``target``, which must not exist.
+
+    Raises:
+        RequestError: If the key is no key, not there, or in several places; the message tells which.
+        StoreError: If ``target`` cannot be written, or the block is corrupt.
+    """
+    try:
+        key = BlockKey(bytes.fromhex(key_hex))
+    except ValueError:
+        key = BlockKey(b"")
+    if len(key) != KEY_NBYTES:
+        raise RequestError(f"{key_hex!r} is no key: give {2 * KEY_NBYTES} hex digits, the name of its file")
+    files, root = Files(), _open(directory)
+    try:
+        scan = scan_directory(files, root, clean=False)
+        places = [p for p in _each(scan) if p[2] == key and tenant in (None, p[0])]
+        if len(places) != 1:
+            where = ", ".join(f"tenant {t} namespace {n.hex()[:16]}…" for t, n, _ in places)
+            raise RequestError(
+                f"{key_hex[:16]}… is in {len(places)} places: {where}; choose one with --tenant"
+                if places
+                else f"{key_hex[:16]}… is not in {directory}"
+            )
+        with _OpenBlock(files, root, *places[0]) as block:
+            _check(files, block, *places[0], page_aligned(_CHUNK_NBYTES))
+            with os.fdopen(os.dup(block.fd), "rb") as source, Path(target).open("xb") as out:
+                source.seek(0)
+                while chunk := source.read(_CHUNK_NBYTES):
+                    out.write(chunk)
+            return read_header(files, block.fd)
+    except OSError as error:
+        raise StoreError(f"{error.filename or directory}: {reason_of(error)}") from error
+    finally:
+        files.close(root)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.store.disk import DiskOptions, DiskTier
+from kvferry.testing.faulty_files import FaultyFiles
+
+MakeTier = Callable[..., DiskTier]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def make_tier(folder: Path) -> Iterator[MakeTier]:
+    """Makes tiers on ``folder`` (or on ``directories``); closes them after the test."""
+    with ExitStack() as stack:
+
+        def make(files: FaultyFiles | None = None, **options: Any) -> DiskTier:
+            settings = {
+                "directories": (str(folder),),
+                "capacity_nbytes": 4 << 20,
+                "direct": "off",
+                "retry_s": 0.05,
+                **options,
+            }
+            tier = DiskTier("disk", DiskOptions(**settings), files=files)
+            stack.callback(tier.close)
+            return tier
+
+        yield make

@@ -1,0 +1,114 @@
+"""Files that version 1 wrote stay readable, and this release still writes exactly those."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.clock import deadline_in
+from kvferry.core.keys import block_keys
+from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, Restore, TensorSpec
+from kvferry.store.disk import DiskOptions, DiskTier
+from kvferry.store.disk.inspection import verify
+from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace
+
+GOLDEN = Path(__file__).parents[2] / "data" / "disk_v1"
+
+
+def _k(dtype: DType) -> TensorSpec:
+    return TensorSpec("k", (2, 1, 3), dtype)
+
+
+SPACES = {
+    "kv": TierNamespace.of(
+        "default",
+        KVSpec(
+            model="org/tiny",
+            revision="r1",
+            layers=(LayerSpec((_k(DType.BFLOAT16), TensorSpec("v", (2, 1, 3), DType.BFLOAT16))),) * 2,
+            block_tokens=2,
+        ),
+    ),
+    "state": TierNamespace.of(
+        "default",
+        KVSpec(
+            model="org/hybrid",
+            revision="",
+            layers=(
+                LayerSpec((TensorSpec("state", (), DType.FLOAT32), TensorSpec("empty", (0, 8), DType.INT8))),
+            ),
+            block_tokens=2,
+            group="state",
+            restore=Restore("snapshot"),
+            tp_rank=1,
+            tp_size=2,
+        ),
+        KeyScope("lora", "r2", b"salt"),
+    ),
+    "opaque": TierNamespace.of(
+        "Tenant A",
+        KVSpec(
+            model="org/opaque",
+            revision="r",
+            layers=(LayerSpec((_k(DType.FLOAT8_E4M3FN),)),),
+            block_tokens=2,
+            layout="engine/v1",
+            restore=Restore("last_window", 8),
+        ),
+        KeyScope(salt=b""),
+    ),
+}
+
+
+def block_data(namespace: TierNamespace, position: int) -> bytes:
+    return bytes((i * 7 + position) % 256 for i in range(namespace.spec.block_nbytes))
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> DiskTier:
+    return DiskTier("disk", DiskOptions((str(tmp_path / "disk"),), 1 << 20, direct="off"))
+
+
+@pytest.mark.parametrize("name", sorted(SPACES))
+def test_version_1_is_read(tmp_path: Path, name: str) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "disk")
+    tier = DiskTier("disk", DiskOptions((str(tmp_path / "disk"),), 1 << 20, direct="off"))
+    try:
+        assert tier.usage().entries == 6
+        namespace = SPACES[name]
+        tier.open(namespace)
+        keys = block_keys(namespace.namespace_id, [0, 1, 2, 3], 2)
+        reads = [BlockRead(key, memoryview(bytearray(namespace.spec.block_nbytes))) for key in keys]
+        results = tier.read_into(namespace, reads, deadline=deadline_in(20))
+        assert [(r.outcome, r.parent, r.position) for r in results] == [
+            (ReadOutcome.HIT, None, 0),
+            (ReadOutcome.HIT, keys[0], 1),
+        ]
+        assert [bytes(r.into) for r in reads] == [block_data(namespace, p) for p in range(2)]
+    finally:
+        tier.close()
+
+
+def test_version_1_is_written(tier: DiskTier, tmp_path: Path) -> None:
+    """A change of what is written needs a new version, and this test then a new folder of files."""
+    for namespace in SPACES.values():
+        tier.open(namespace)
+        keys = block_keys(namespace.namespace_id, [0, 1, 2, 3], 2)
+        blocks = [
+            BlockWrite(key, memoryview(block_data(namespace, p)), keys[p - 1] if p else None, p)
+            for p, key in enumerate(keys)
+        ]
+        tier.write(namespace, blocks, deadline=deadline_in(20))
+    tier.close()
+    assert files_below(tmp_path / "disk") == files_below(GOLDEN)
+
+
+def test_version_1_is_sound_without_a_tier() -> None:
+    found = verify(str(GOLDEN))
+    assert (found.blocks, found.corrupt, found.unreadable) == (6, [], [])

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from kvferry.core.clock import deadline_in
+from kvferry.core.eviction import LRUPolicy
+from kvferry.core.keys import BlockKey
+from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(32, "big"))
+
+
+def filled(entries: int, capacity: int = 1000, nbytes: int = 10) -> tuple[DiskIndex, NamespaceIndex]:
+    index = DiskIndex(capacity, LRUPolicy())
+    home = index.namespace("default", bytes(32))
+    for number in range(entries):
+        store(index, home, number, nbytes=nbytes)
+    return index, home
+
+
+def store(
+    index: DiskIndex,
+    home: NamespaceIndex,
+    number: int,
+    parent: int | None = None,
+    nbytes: int = 10,
+    root: int = 0,
+) -> DiskEntry:
+    assert index.begin_write(home, key(number)) is True
+    assert index.reserve(nbytes) == []
+    entry = DiskEntry(home, key(number), None if parent is None else key(parent), nbytes, root)
+    index.end_write(home, key(number), entry)
+    return entry
+
+
+def test_room_is_taken_or_victims_are_chosen() -> None:
+    index, home = filled(10, capacity=100)
+    assert index.used_nbytes == 100
+    victims = index.reserve(15)
+    assert victims is not None
+    assert [v.key for v in victims] == [key(0), key(1)]
+    assert index.used_nbytes == 100  # until their files are gone
+    assert index.contains(home, [key(0), key(2)]) == [False, True]
+    for victim in victims:
+        index.gone(victim, victim.nbytes)
+    assert index.reserve(15) == []
+    assert index.used_nbytes == 95
+    assert index.reserve(101) is None  # never fits: nothing is evicted for it
+    assert index.entry_count == 8
+
+
+def test_the_tail_of_a_chain_goes_first() -> None:
+    index, home = filled(0, capacity=40)
+    for number in range(4):
+        store(index, home, number, parent=number - 1 if number else None)
+    order = []
+    while victims := index.evict(10):
+        order += [int.from_bytes(v.key, "big") for v in victims]
+        for victim in victims:
+            index.gone(victim, victim.nbytes)
+    assert order == [3, 2, 1, 0]
+
+
+def test_a_parent_that_is_learned_later_counts() -> None:
+    index, home = filled(0, capacity=100)
+    found = [(home, key(n), 10, 0) for n in (2, 1, 0)]  # the tail was written longest ago
+    loaded, doubles = index.load(found)
+    assert doubles == []
+    for entry, parent in zip(loaded, (1, 0, None), strict=True):
+        assert not entry.verified
+        index.learn(entry, None if parent is None else key(parent))
+    assert loaded[0].parent is loaded[1].key  # one object a key
+    victims = index.evict(10)
+    assert victims is not None
+    assert victims[0].key == key(2)
+
+
+def test_who_is_read_or_pinned_stays() -> None:
+    index, home = filled(3, capacity=30)
+    assert index.begin_read(home, key(0)) is not None
+    assert index.pin(home, [key(1), key(9)], deadline_in(60)) == [True, False]
+    victims = index.evict(30)
+    assert victims is not None
+    assert [v.key for v in victims] == [key(2)]
+    assert index.evict(30) is None
+    index.unpin(home, [key(1)])
+    entry = home.entries[key(0)]
+    index.end_read(entry)
+    victims = index.evict(30)
+    assert victims is not None
+    assert {v.key for v in victims} == {key(0), key(1)}
+
+
+def test_one_directory_can_be_emptied() -> None:
+    index, home = filled(0, capacity=100)
+    for number in range(6):
+        store(index, home, number, root=number % 2)
+    victims = index.evict(1000, root=1)
+    assert victims is not None
+    assert [v.root for v in victims] == [1, 1, 1]
+    for victim in victims:
+        index.gone(victim, victim.nbytes)
+    assert index.drop_root(0) == 3
+    assert (index.entry_count, index.used_nbytes) == (0, 0)
+
+
+def test_a_key_is_written_by_one_and_not_while_its_file_goes() -> None:
+    index, home = filled(1)
+    assert index.begin_write(home, key(0)) is False
+    entry = index.take(home, key(0))
+    assert entry is not None
+    going = index.begin_write(home, key(0))
+    assert not isinstance(going, bool)
+    assert not going.is_set()
+    index.gone(entry, 10)
+    assert going.is_set()
+    assert index.begin_write(home, key(0)) is True
+    writing = index.begin_write(home, key(0))
+    assert not isinstance(writing, bool)
+    index.end_write(home, key(0), None)
+    assert writing.is_set()
+    assert index.used_nbytes == 0
+
+
+def test_a_block_found_twice_is_told() -> None:
+    index, home = filled(1)
+    loaded, doubles = index.load([(home, key(0), 10, 1), (home, key(1), 10, 1)])
+    assert [e.key for e in loaded] == [key(1)]
+    assert [(e.key, e.root) for e in doubles] == [(key(0), 1)]
+    assert index.used_nbytes == 30
+
+
+def test_an_entry_takes_little_memory() -> None:
+    """With its key, the policy's links, and its share of the dict."""
+    script = textwrap.dedent(
+        """
+        import os
+        from kvferry.core.eviction import LRUPolicy
+        from kvferry.store.disk.index import DiskEntry, DiskIndex
+
+        def rss():
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+        count, parent = 100_000, None
+        index = DiskIndex(1 << 50, LRUPolicy())
+        home = index.namespace("default", bytes(32))
+        before = rss()
+        for number in range(count):
+            key = os.urandom(32)
+            index.begin_write(home, key)
+            index.end_write(home, key, DiskEntry(home, key, parent, 70000 + number % 3, 0))
+            parent = key
+        print((rss() - before) / count)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert float(done.stdout) <= 400

@@ -1,0 +1,464 @@
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import TierError
+from kvferry.core.keys import BlockKey
+from kvferry.store.disk import DiskTier
+from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
+from kvferry.testing.blocks import small_spec, wait_until
+from kvferry.testing.disk_usage import disk_usage
+from kvferry.testing.faulty_files import Call, FaultyFiles
+from kvferry.testing.tiers_common import (
+    HIT,
+    MISS,
+    SPEC,
+    STORED,
+    chain,
+    opened,
+    outcomes,
+    read,
+    write,
+    write_outcomes,
+)
+
+MakeTier = Callable[..., DiskTier]
+LOGGER = "kvferry.store.disk.tier"
+
+
+def path_of(folder: Path, namespace: TierNamespace, key: BlockKey) -> Path:
+    shard = folder / namespace.tenant / namespace.namespace_id.hex() / key.hex()[:2]
+    return shard / f"{key.hex()}.safetensors"
+
+
+def stored_files(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*.safetensors") if ".quarantine" not in p.parts]
+
+
+def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == LOGGER and word in r.getMessage()]
+
+
+# -- room ----------------------------------------------------------------------------------------------
+
+
+def test_c035_files_that_somebody_removed(make_tier: MakeTier, folder: Path) -> None:
+    """10 stored, 3 removed by hand, all evicted: no error, nothing used, later writes work."""
+    tier = make_tier()
+    namespace = opened(tier, SPEC)
+    empty = tier.usage().used_nbytes
+    keys = chain(namespace, 1, 10)
+    write(tier, namespace, keys)
+    for key in keys[:3]:
+        path_of(folder, namespace, key).unlink()
+    assert all(tier.remove(namespace, keys, deadline=deadline_in(20)))
+    assert tier.usage().entries == 0
+    assert tier.usage().used_nbytes == disk_usage(folder) <= empty + 4096  # the tenant's folder stays
+    assert write_outcomes(write(tier, namespace, keys)) == [STORED] * 10
+    assert outcomes(read(tier, namespace, keys)) == [HIT] * 10
+
+
+def test_the_bytes_used_are_those_that_du_counts(make_tier: MakeTier, folder: Path) -> None:
+    """Headers, folders and rounding included; after evictions and after a restart too."""
+    tier = make_tier(capacity_nbytes=1 << 20)
+    spaces = [opened(tier, small_spec(f"m{n}", pages=n), f"tenant{n % 2}") for n in (1, 2, 5)]
+    for number in range(60):
+        for namespace in spaces:
+            assert write_outcomes(write(tier, namespace, chain(namespace, number, 2))) == [STORED] * 2
+        assert disk_usage(folder) <= 1 << 20
+    assert tier.usage().counters["evicted"] > 0
+    assert tier.usage().used_nbytes == disk_usage(folder)
+    tier.close()
+    again = make_tier(capacity_nbytes=1 << 20)
+    assert again.usage().used_nbytes == disk_usage(folder)
+
+
+def test_a_lower_cap_evicts_at_the_start(make_tier: MakeTier, folder: Path) -> None:
+    tier = make_tier()
+    namespace = opened(tier, SPEC)
+    for number in range(40):
+        write(tier, namespace, chain(namespace, number, 2))
+    tier.close()
+    again = make_tier(capacity_nbytes=512 << 10)
+    assert disk_usage(folder) <= 512 << 10
+    assert again.usage().used_nbytes == disk_usage(folder)
+    assert again.usage().entries > 5
+
+
+def test_what_is_not_the_tiers_counts_and_stays(
+    make_tier: MakeTier, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    (folder / "Other" / "deep").mkdir(parents=True)
+    (folder / "Other" / "deep" / "file").write_bytes(bytes(100_000))
+    (folder / "notes.txt").write_bytes(b"mine")
+    tier = make_tier(capacity_nbytes=256 << 10)
+    assert tier.usage().used_nbytes == disk_usage(folder)
+    namespace = opened(tier, SPEC)
+    for number in range(20):
+        write(tier, namespace, chain(namespace, number, 1))
+    assert disk_usage(folder) <= 256 << 10
+    assert (folder / "Other" / "deep" / "file").stat().st_size == 100_000
+    assert len(lines(caplog, "not ours")) == 1
+
+
+def test_the_least_recently_used_goes_first_also_after_a_restart(make_tier: MakeTier, folder: Path) -> None:
+    tier = make_tier(capacity_nbytes=512 << 10)
+    namespace = opened(tier, SPEC)
+    keys = [chain(namespace, number, 1)[0] for number in range(8)]
+    write(tier, namespace, keys[:1])
+    for key in keys[1:]:
+        write(tier, namespace, [key])
+    tier.close()
+    for age, key in enumerate(keys):  # as if written minutes apart, the first one last
+        os.utime(path_of(folder, namespace, key), (1e9 - age * 100, 1e9 - age * 100))
+    again = make_tier(capacity_nbytes=512 << 10)
+    opened(again, SPEC)
+    number = 100
+    while again.usage().entries < 9 or all(again.contains(namespace, keys, deadline=0)):
+        write(again, namespace, chain(namespace, number, 1))
+        number += 1
+    held = again.contains(namespace, keys, deadline=0)
+    assert held == sorted(held, reverse=True)
+    assert not held[-1]
+
+
+def test_bytes_that_must_stay_free(make_tier: MakeTier, folder: Path) -> None:
+    """What is evicted for it is the tier's own; without any, writes are refused."""
+
+    class Nearly(FaultyFiles):
+        free = 10 << 20
+
+        def free_nbytes(self, fd: int) -> int:
+            return self.free - disk_usage(folder)
+
+    files = Nearly()
+    tier = make_tier(files, keep_free_nbytes=9 << 20)
+    namespace = opened(tier, SPEC)
+    for number in range(100):
+        assert write_outcomes(write(tier, namespace, chain(namespace, number, 2))) == [STORED] * 2
+        assert files.free_nbytes(0) >= 9 << 20
+    assert tier.usage().counters["evicted"] > 0
+    files.free = 0
+    (result,) = write(tier, namespace, chain(namespace, 999, 1))
+    assert result.outcome is WriteOutcome.REFUSED
+    assert tier.usage().entries == 0
+
+
+# -- writes that fail ----------------------------------------------------------------------------------
+
+
+def test_c049_a_short_write_and_a_full_device(make_tier: MakeTier, folder: Path) -> None:
+    """Half a write is no success: the rest follows, or the block is absent and no temporary is left."""
+    files = FaultyFiles()
+    tier = make_tier(files)
+    namespace = opened(tier, SPEC)
+    files.write_limit = 1000
+    keys = chain(namespace, 1, 3)
+    assert write_outcomes(write(tier, namespace, keys[:1])) == [STORED]
+    assert outcomes(read(tier, namespace, keys[:1])) == [HIT]
+    files.write_limit = 0
+    (result,) = write(tier, namespace, keys[1:2])
+    assert result.outcome is WriteOutcome.FAILED
+    assert "took 0 of" in result.reason
+    assert [p.name for p in folder.rglob("*.tmp")] == []
+    assert tier.contains(namespace, keys, deadline=0) == [True, False, False]
+    assert not tier.usage().healthy
+    files.write_limit = None
+    wait_until(lambda: write_outcomes(write(tier, namespace, keys[1:]))[0] in (STORED, WriteOutcome.PRESENT))
+    assert tier.usage().healthy
+
+
+def test_c049_a_limit_on_the_size_of_files(make_tier: MakeTier, folder: Path) -> None:
+    """The kernel's own limit, in the middle of a file."""
+    tier = make_tier()
+    namespace = opened(tier, small_spec("limit", pages=32, layers=4))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        (result,) = write(tier, namespace, chain(namespace, 1, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.outcome is WriteOutcome.FAILED
+    assert list(folder.rglob("*.tmp")) == []
+    assert tier.usage().used_nbytes == disk_usage(folder)
+
+
+@pytest.mark.parametrize("call", ["create", "pwritev", "rename", "make_folder", "sync_data", "sync"])
+def test_whatever_call_fails_nothing_is_left(
+    make_tier: MakeTier, folder: Path, call: Call, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, and once more when it is over."""
+    caplog.set_level(logging.INFO, LOGGER)
+    files = FaultyFiles()
+    tier = make_tier(files, sync="full")
+    namespace = opened(tier, SPEC)
+    with files.failing(call, error=errno.EROFS):
+        for number in range(3):
+            results = write(tier, namespace, chain(namespace, number, 2))
+            assert set(write_outcomes(results)) == {WriteOutcome.FAILED}
+    assert stored_files(folder) == list(folder.rglob("*.tmp")) == []
+    assert tier.usage().used_nbytes == disk_usage(folder)
+    assert write_outcomes(write(tier, namespace, chain(namespace, 1, 2))) == [STORED] * 2
+    assert len(lines(caplog, "going on without it")) == 1
+    assert len(lines(caplog, "works again")) == 1
+
+
+def test_what_cannot_be_removed_goes_later(make_tier: MakeTier, folder: Path) -> None:
+    files = FaultyFiles()
+    tier = make_tier(files)
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 4)
+    write(tier, namespace, keys)
+    with files.failing("unlink", error=errno.EROFS):
+        assert all(tier.remove(namespace, keys, deadline=deadline_in(20)))
+        assert outcomes(read(tier, namespace, keys)) == [MISS] * 4
+        assert len(stored_files(folder)) == 4
+    wait_until(lambda: not stored_files(folder))
+    wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
+    assert write_outcomes(write(tier, namespace, keys)) == [STORED] * 4
+
+
+def test_eviction_that_fails_loses_nothing(make_tier: MakeTier, folder: Path) -> None:
+    files = FaultyFiles()
+    tier = make_tier(files, capacity_nbytes=256 << 10)
+    namespace = opened(tier, SPEC)
+    for number in range(30):
+        write(tier, namespace, chain(namespace, number, 1))
+    held = {e.key for e in tier.scan()}
+    with files.failing("unlink", error=errno.EROFS):
+        for number in range(100, 110):
+            (result,) = write(tier, namespace, chain(namespace, number, 1))
+            assert result.outcome is WriteOutcome.FAILED
+    assert held - {e.key for e in tier.scan()} == set()
+    assert disk_usage(folder) <= 256 << 10
+
+
+# -- reads that fail -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 6000, 12287, 12289, 16384])
+def test_c050_files_of_a_wrong_length(
+    make_tier: MakeTier, folder: Path, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A miss, logged once, put away, and the next key is served."""
+    tier = make_tier()
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 3)
+    write(tier, namespace, keys)
+    path = path_of(folder, namespace, keys[1])
+    assert path.stat().st_size == 12288
+    os.truncate(path, length)
+    for _ in range(3):
+        assert outcomes(read(tier, namespace, keys))[::2] == [HIT, HIT]
+    assert outcomes(read(tier, namespace, keys))[1] is MISS
+    assert not path.exists()
+    assert len(list((folder / ".quarantine").iterdir())) == 1
+    assert len(lines(caplog, "corrupt block")) == 1
+    assert tier.usage().counters["corrupt"] == 1
+    assert bool(tier.usage().quarantined_nbytes) == bool(length)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
+def test_c050_a_file_that_cannot_be_read(make_tier: MakeTier, error: int) -> None:
+    files = FaultyFiles()
+    tier = make_tier(files)
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 3)
+    write(tier, namespace, keys)
+    with files.failing("open_read" if error == errno.EACCES else "preadv", error=error):
+        (result,) = read(tier, namespace, keys[:1])
+        assert result.outcome is ReadOutcome.CORRUPT
+        assert errno.errorcode[error] in result.reason
+    assert outcomes(read(tier, namespace, keys)) == [MISS, HIT, HIT]
+
+
+def test_a_passing_error_costs_nothing(make_tier: MakeTier) -> None:
+    """Too many open files is no fault of the file."""
+    files = FaultyFiles()
+    tier = make_tier(files)
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 3)
+    write(tier, namespace, keys)
+    with files.failing("open_read", error=errno.EMFILE):
+        assert outcomes(read(tier, namespace, keys)) == [ReadOutcome.FAILED] * 3
+    assert outcomes(read(tier, namespace, keys)) == [HIT] * 3
+
+
+def test_the_quarantine_is_bounded(make_tier: MakeTier, folder: Path) -> None:
+    tier = make_tier(quarantine_nbytes=30_000)
+    namespace = opened(tier, SPEC)
+    keys = [chain(namespace, n, 1)[0] for n in range(8)]
+    for key in keys:
+        write(tier, namespace, [key])
+        path = path_of(folder, namespace, key)
+        path.write_bytes(path.read_bytes()[:-1] + b"x" + b"y")
+        assert outcomes(read(tier, namespace, [key])) == [ReadOutcome.CORRUPT]
+    kept = sorted(p.name[:64] for p in (folder / ".quarantine").iterdir())
+    assert kept == [keys[7].hex()]  # of 16 KiB each one fits
+    assert tier.usage().used_nbytes >= disk_usage(folder)
+    tier.close()
+    again = make_tier(quarantine_nbytes=30_000)
+    assert again.usage().quarantined_nbytes == 16384
+    assert again.usage().used_nbytes == disk_usage(folder)
+
+
+def test_c132_nothing_planted_is_followed(make_tier: MakeTier, folder: Path, tmp_path: Path) -> None:
+    """Links, FIFOs and folders in the place of files and folders; what is outside stays as it is."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(bytes(12288))
+    tier = make_tier()
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 4)
+    write(tier, namespace, keys)
+    paths = [path_of(folder, namespace, key) for key in keys]
+    for path in paths:
+        path.unlink()
+    paths[0].symlink_to(outside / "secret")
+    os.mkfifo(paths[1])
+    paths[2].mkdir()
+    shutil.rmtree(paths[3].parent)
+    paths[3].parent.symlink_to(outside)
+    found = outcomes(read(tier, namespace, keys))
+    assert HIT not in found
+    assert HIT not in outcomes(read(tier, namespace, keys))
+    write(tier, namespace, keys)
+    tier.close()
+    other = make_tier()
+    planted = opened(other, small_spec("planted"), "mallory")
+    (folder / "mallory").symlink_to(outside)
+    assert write_outcomes(write(other, planted, chain(planted, 1, 2))) == [WriteOutcome.FAILED] * 2
+    assert [p.name for p in outside.iterdir()] == ["secret"]
+    assert (outside / "secret").read_bytes() == bytes(12288)
+
+
+# -- start and end -------------------------------------------------------------------------------------
+
+
+def test_a_directory_belongs_to_one_store(make_tier: MakeTier) -> None:
+    tier = make_tier()
+    with pytest.raises(TierError, match=f"pid {os.getpid()}"):
+        make_tier()
+    tier.close()
+    make_tier()
+
+
+def test_temporaries_are_removed_at_the_start(make_tier: MakeTier, folder: Path) -> None:
+    tier = make_tier()
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 2)
+    write(tier, namespace, keys)
+    tier.close()
+    left = path_of(folder, namespace, keys[0]).with_name(f".{keys[0].hex()}.1f.tmp")
+    left.write_bytes(bytes(5000))
+    again = make_tier()
+    assert not left.exists()
+    assert again.usage().used_nbytes == disk_usage(folder)
+
+
+def test_headers_are_compared_in_the_background(make_tier: MakeTier, folder: Path) -> None:
+    """Also of namespaces that nobody has opened; what is wrong is put away before anybody asks."""
+    tier = make_tier()
+    spaces = [opened(tier, SPEC), opened(tier, small_spec("other"), "Tenant/2")]
+    keys = [chain(space, 1, 5) for space in spaces]
+    for space, some in zip(spaces, keys, strict=True):
+        write(tier, space, some)
+    tier.close()
+    bad = path_of(folder, spaces[0], keys[0][2])
+    data = bytearray(bad.read_bytes())
+    data[300] ^= 1
+    bad.write_bytes(data)
+    again = make_tier()
+    assert again.wait_verified(deadline=deadline_in(30))
+    found = {e.key: e for e in again.scan()}
+    assert set(found) == {*keys[0], *keys[1]} - {keys[0][2]}
+    assert all(e.verified for e in found.values())
+    assert found[keys[1][3]].parent == keys[1][2]
+    assert found[keys[1][0]].parent is None
+    assert again.usage().status["verified"].startswith("10 of 10")
+
+
+def test_no_block_is_served_unverified(make_tier: MakeTier, folder: Path) -> None:
+    """Without the background thread's help too: a swapped file is noticed on its first read."""
+    tier = make_tier()
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 4)
+    write(tier, namespace, keys)
+    tier.close()
+    shutil.copyfile(path_of(folder, namespace, keys[0]), path_of(folder, namespace, keys[2]))
+    again = make_tier(verify=False)
+    opened(again, SPEC)
+    assert not any(e.verified for e in again.scan())
+    results = read(again, namespace, keys)
+    assert outcomes(results) == [HIT, HIT, ReadOutcome.CORRUPT, HIT]
+    assert "key in the header" in results[2].reason
+
+
+def test_a_directory_that_vanishes_and_comes_back(
+    make_tier: MakeTier, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other directory goes on; the lost one is used again when it is there."""
+    caplog.set_level(logging.INFO, LOGGER)
+    other = tmp_path / "disk2"
+    tier = make_tier(directories=(str(folder), str(other)))
+    namespace = opened(tier, SPEC)
+    keys = [key for n in range(10) for key in chain(namespace, n, 1)]
+    write(tier, namespace, keys)
+    there = {key for key in keys if path_of(other, namespace, key).exists()}
+    assert 0 < len(there) < len(keys)
+    shutil.rmtree(folder)
+    found = read(tier, namespace, keys)
+    assert {k for k, r in zip(keys, found, strict=True) if r.outcome is HIT} == there
+    lost = [key for key in keys if key not in there]
+    assert write_outcomes(write(tier, namespace, lost)) == [STORED] * len(lost)
+    assert outcomes(read(tier, namespace, keys)) == [HIT] * 10
+    assert not tier.usage().healthy
+    assert len(lines(caplog, "has vanished")) == 1
+    folder.mkdir()
+    wait_until(lambda: tier.usage().healthy)
+    more = [key for n in range(100, 120) for key in chain(namespace, n, 1)]
+    assert write_outcomes(write(tier, namespace, more)) == [STORED] * 20
+    assert any(path_of(folder, namespace, key).exists() for key in more)
+    assert tier.usage().used_nbytes == disk_usage(folder) + disk_usage(other)
+
+
+def test_a_directory_that_is_not_there_at_the_start(make_tier: MakeTier, tmp_path: Path) -> None:
+    """Below a file nothing can be made; the tier starts, fails, and works when the cause is gone."""
+    blocker = tmp_path / "blocker"
+    blocker.write_text("")
+    tier = make_tier(directories=(str(blocker / "disk"),))
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 2)
+    assert write_outcomes(write(tier, namespace, keys)) == [WriteOutcome.FAILED] * 2
+    assert outcomes(read(tier, namespace, keys)) == [MISS] * 2
+    assert not tier.usage().healthy
+    blocker.unlink()
+    (blocker / "disk").mkdir(parents=True)
+    wait_until(lambda: tier.usage().healthy)
+    assert write_outcomes(write(tier, namespace, keys)) == [STORED] * 2
+
+
+def test_a_block_in_two_directories_is_kept_once(make_tier: MakeTier, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "disk2"
+    both = (str(folder), str(other))
+    tier = make_tier(directories=both)
+    namespace = opened(tier, SPEC)
+    keys = [key for n in range(8) for key in chain(namespace, n, 1)]
+    write(tier, namespace, keys)
+    tier.close()
+    shutil.copytree(folder, other, dirs_exist_ok=True)
+    again = make_tier(directories=both)
+    opened(again, SPEC)
+    assert len(stored_files(folder)) + len(stored_files(other)) == again.usage().entries == 8
+    assert outcomes(read(again, namespace, keys)) == [HIT] * 8
+    assert again.usage().used_nbytes == disk_usage(folder) + disk_usage(other)
