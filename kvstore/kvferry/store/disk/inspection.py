@@ -318,8 +318,7 @@ def repair(directory: str, progress: Progress | None = None) -> Verification:
         for bad in found.corrupt:
             folder = root.folder(bad.tenant, bad.namespace_id, bad.key)
             nbytes = sizes[bad.tenant, bad.namespace_id, bad.key]
-            root.quarantine(folder, bad.namespace_id, bad.key, nbytes)
-            found.put_away += 1
+            found.put_away += root.quarantine(folder, bad.namespace_id, bad.key, nbytes) > 0
         return found
     finally:
         root.stop()
@@ -330,7 +329,8 @@ def export_block(directory: str, key_hex: str, target: str, *, tenant: str | Non
 
     Raises:
         RequestError: If the key is no key, not there, or in several places; the message tells which.
-        StoreError: If ``target`` cannot be written, or the block is corrupt.
+        CorruptBlockError: If it is not sound; nothing is written.
+        StoreError: If ``target`` cannot be written, or the block cannot be read.
     """
     try:
         key = BlockKey(bytes.fromhex(key_hex))
@@ -356,6 +356,8 @@ def export_block(directory: str, key_hex: str, target: str, *, tenant: str | Non
                 while chunk := source.read(_CHUNK_NBYTES):
                     out.write(chunk)
             return read_header(files, block.fd)
+    except CorruptBlockError as error:
+        raise CorruptBlockError(f"{key_hex[:16]}… in {directory}: {error}") from error
     except OSError as error:
         raise StoreError(f"{error.filename or directory}: {reason_of(error)}") from error
     finally:

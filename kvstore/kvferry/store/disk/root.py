@@ -49,7 +49,8 @@ def take_lock(root: int, path: str) -> int | None:
         TierError: If another process holds it; the message has its pid.
     """
     try:
-        fd = os.open(names.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=root)
+        # read-only: a descriptor for writing would keep the file system from being remounted read-only
+        fd = os.open(names.LOCK_NAME, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=root)
     except OSError as error:
         if error.errno in _READ_ONLY:
             return None
@@ -64,9 +65,17 @@ def take_lock(root: int, path: str) -> int | None:
         raise TierError(
             f"{path} is used by another process (pid {owner}); give each its own directory"
         ) from error
-    with contextlib.suppress(OSError):  # a full disk; the lock holds without the pid
-        os.pwrite(fd, f"{os.getpid():<15}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without the pid
+        _write_pid(root)
     return fd
+
+
+def _write_pid(root: int) -> None:
+    fd = os.open(names.LOCK_NAME, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=root)
+    try:
+        os.pwrite(fd, f"{os.getpid():<15}\n".encode(), 0)
+    finally:
+        os.close(fd)
 
 
 class Root:

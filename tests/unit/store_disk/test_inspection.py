@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors
+
+from kvferry.cli import main
+from kvferry.core.errors import RequestError, StoreError, TierError
+from kvferry.core.keys import BlockKey
+from kvferry.store.disk import DiskTier, inspection
+from kvferry.store.tier import TierNamespace
+from kvferry.testing.blocks import block_bytes, small_spec
+from kvferry.testing.disk_usage import disk_usage
+from kvferry.testing.tiers_common import SPEC, chain, opened, write
+
+MakeTier = Callable[..., DiskTier]
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    return caught.value.code if isinstance(caught.value.code, int) else 0
+
+
+@pytest.fixture
+def tier(make_tier: MakeTier) -> DiskTier:
+    return make_tier()
+
+
+@pytest.fixture
+def space(tier: DiskTier) -> TierNamespace:
+    return opened(tier, SPEC, "alice")
+
+
+@pytest.fixture
+def keys(tier: DiskTier, space: TierNamespace) -> list[BlockKey]:
+    """Of alice's five blocks; the default tenant has two of another model."""
+    found = chain(space, 1, 5)
+    write(tier, space, found)
+    other = opened(tier, small_spec("other/model", pages=8, layers=4))
+    write(tier, other, chain(other, 1, 2))
+    return found
+
+
+def block_file(folder: Path, key: BlockKey) -> Path:
+    (path,) = folder.rglob(f"{key.hex()}.safetensors")
+    return path
+
+
+def spoil(folder: Path, key: BlockKey) -> None:
+    path = block_file(folder, key)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_is_held_is_told_while_a_store_uses_it(folder: Path, keys: list[BlockKey]) -> None:
+    found = inspection.inspect(str(folder))
+    assert found.used_by == os.getpid()
+    assert found.nbytes == disk_usage(folder)
+    by_tenant = {n.tenant: n for n in found.namespaces}
+    assert [by_tenant[t].blocks for t in ("alice", "default")] == [5, 2]
+    header = by_tenant["default"].header
+    assert header is not None
+    assert header.spec.model == "other/model"
+    assert 0 <= by_tenant["alice"].newest_s <= by_tenant["alice"].oldest_s < 300
+    assert found.namespaces[0].tenant == "default"  # the largest first
+    assert (found.temporaries, found.foreign_count, found.errors) == (0, 0, ())
+
+
+def test_looking_does_not_touch_the_time_of_last_use(
+    folder: Path, tier: DiskTier, keys: list[BlockKey]
+) -> None:
+    path = block_file(folder, keys[0])
+    os.utime(path, (1e9, 1e9))
+    inspection.verify(str(folder))
+    assert path.stat().st_atime == 1e9
+    tier.close()
+    os.utime(path, (1e9, 1e9))
+
+
+def test_verify_names_what_is_wrong_and_changes_nothing(folder: Path, keys: list[BlockKey]) -> None:
+    spoil(folder, keys[2])
+    os.truncate(block_file(folder, keys[3]), 100)
+    steps: list[tuple[int, int]] = []
+    found = inspection.verify(str(folder), lambda done, total: steps.append((done, total)))
+    assert {f.key for f in found.corrupt} == {keys[2], keys[3]}
+    assert all(f.reason for f in found.corrupt)
+    assert (found.blocks, found.put_away) == (7, 0)
+    assert steps[-1] == (7, 7)
+    assert block_file(folder, keys[2]).exists()
+
+
+def test_repair_needs_the_directory_for_itself(folder: Path, tier: DiskTier, keys: list[BlockKey]) -> None:
+    spoil(folder, keys[2])
+    left = block_file(folder, keys[0]).with_name(f".{keys[0].hex()}.1.tmp")
+    left.write_bytes(b"left by a crash")
+    with pytest.raises(TierError, match=f"pid {os.getpid()}"):
+        inspection.repair(str(folder))
+    tier.close()
+    assert inspection.inspect(str(folder)).temporaries == 1
+    found = inspection.repair(str(folder))
+    assert found.put_away == len(found.corrupt) == 1
+    assert not left.exists()
+    after = inspection.inspect(str(folder))
+    assert len(after.quarantined) == 1
+    assert after.used_by is None
+    assert inspection.verify(str(folder)).corrupt == []
+
+
+def test_one_block_is_exported(folder: Path, tmp_path: Path, keys: list[BlockKey]) -> None:
+    target = tmp_path / "block.safetensors"
+    inspection.export_block(str(folder), keys[1].hex(), str(target))
+    with safetensors.safe_open(target, "np") as file:
+        assert file.metadata()["parent"] == keys[0].hex()
+        first = file.get_tensor("layers.0.k").tobytes()
+    assert first == block_bytes(keys[1], SPEC.block_nbytes)[: len(first)]
+    with pytest.raises(StoreError, match="exists"):
+        inspection.export_block(str(folder), keys[1].hex(), str(target))
+    with pytest.raises(RequestError, match="is not in"):
+        inspection.export_block(str(folder), "ab" * 32, str(tmp_path / "none"))
+    with pytest.raises(RequestError, match="64 hex"):
+        inspection.export_block(str(folder), "../../etc/passwd", str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+    spoil(folder, keys[1])
+    with pytest.raises(StoreError, match="checksum"):
+        inspection.export_block(str(folder), keys[1].hex(), str(tmp_path / "none"))
+
+
+def test_a_key_of_several_tenants_needs_one(
+    folder: Path, tmp_path: Path, tier: DiskTier, keys: list[BlockKey]
+) -> None:
+    bob = opened(tier, SPEC, "bob")
+    write(tier, bob, keys[:1])
+    with pytest.raises(RequestError, match=r"2 places.*--tenant"):
+        inspection.export_block(str(folder), keys[0].hex(), str(tmp_path / "out"))
+    header = inspection.export_block(str(folder), keys[0].hex(), str(tmp_path / "out"), tenant="bob")
+    assert header.tenant == "bob"
+
+
+def test_the_command(folder: Path, keys: list[BlockKey], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", str(folder)) == 0
+    text = capsys.readouterr().out
+    assert "7 blocks, " in text
+    assert f"used by process {os.getpid()}" in text
+    assert "other/model@r1" in text
+    assert run("inspect", str(folder), "--verify", "--json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["blocks"] == 7
+    assert value["verification"]["blocks"] == 7
+    assert {n["model"] for n in value["namespaces"]} == {"tier-suite", "other/model"}
+    spoil(folder, keys[0])
+    assert run("inspect", str(folder), "--verify") == 1
+    assert f"corrupt: {keys[0].hex()}" in capsys.readouterr().out
+    assert run("inspect", str(folder), "--repair") == 1  # in use
+    assert "used by another process" in capsys.readouterr().err
+    assert run("inspect", str(folder / "nowhere")) == 2
+    assert "give the directory of a disk tier" in capsys.readouterr().err
+
+
+def test_the_command_exports(
+    folder: Path, tmp_path: Path, keys: list[BlockKey], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.safetensors"
+    assert run("inspect", str(folder), "--export", keys[0].hex(), str(target)) == 0
+    assert "tier-suite@r1" in capsys.readouterr().out
+    assert target.exists()
