@@ -9,7 +9,7 @@ import pytest
 import safetensors
 
 from kvferry.cli import main
-from kvferry.core.errors import RequestError, StoreError, TierError
+from kvferry.core.errors import CorruptBlockError, RequestError, StoreError, TierError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import DiskTier, inspection
 from kvferry.store.tier import TierNamespace
@@ -127,7 +127,7 @@ def test_one_block_is_exported(folder: Path, tmp_path: Path, keys: list[BlockKey
         inspection.export_block(str(folder), "../../etc/passwd", str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
     spoil(folder, keys[1])
-    with pytest.raises(StoreError, match="checksum"):
+    with pytest.raises(CorruptBlockError, match="checksum"):
         inspection.export_block(str(folder), keys[1].hex(), str(tmp_path / "none"))
 
 
