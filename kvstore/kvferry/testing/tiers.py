@@ -57,7 +57,7 @@ _SHAPES = {dtype.value: _spec(TensorSpec("k", (4, 2, 33), dtype)) for dtype in D
     "scalar": _spec(TensorSpec("state", (), DType.FLOAT32), layers=1),
     "odd": _spec(TensorSpec("a", (3,), DType.INT8), TensorSpec("b", (0,), DType.BOOL), layers=5),
     "opaque": _spec(TensorSpec("k", (4, 2, 33), DType.BFLOAT16), layout="engine/pages-v3"),
-    "large": small_spec("large", pages=16, layers=4),
+    "large": small_spec("large", pages=10, layers=4),
 }
 _HOSTILE = (
     "../escaped", "/absolute", "a/../../b", "nul\0nul", "back\\slash", "x" * 400, "..", ".", "~", "con",
