@@ -221,42 +221,47 @@ class BlockPool:
         Evicts only if that can suffice. Blocks that are copied first give their room later, which the
         caller learns from :attr:`leaving_nbytes`.
         """
-        slots: list[Slot] = []
         needed = count * slot_nbytes
-        if needed <= self.arena.free_nbytes:
-            self._fill(slots, count, nbytes)
-        if len(slots) < count:
+        slots = self._fill(count, nbytes) if needed <= self.arena.free_nbytes else None
+        if slots is None:
             protected = protect()
             spared = sum(b.nbytes for b in protected if not b.holds)
             evictable = self.stored_nbytes - self.held_nbytes - spared + self.leaving_nbytes
-            if needed <= self.arena.free_nbytes + len(slots) * slot_nbytes + evictable:
-                self._evict_for(slots, count, nbytes, protected)
-        if len(slots) == count:
-            return slots
-        for slot in slots:
-            self.arena.free(slot)
-        return None
+            if needed <= self.arena.free_nbytes + evictable:
+                slots = self._evict_for(count, nbytes, needed, protected)
+        return slots
 
-    def _fill(self, slots: list[Slot], count: int, nbytes: int) -> bool:
-        while len(slots) < count:
+    def _fill(self, count: int, nbytes: int) -> list[Slot] | None:
+        """All slots or none: those of a part could lie in the way of the others later."""
+        slots: list[Slot] = []
+        for _ in range(count):
             slot = self.arena.allocate(nbytes)
             if slot is None:
-                return False
+                for taken in slots:
+                    self.arena.free(taken)
+                return None
             slots.append(slot)
-        return True
+        return slots
 
-    def _evict_for(self, slots: list[Slot], count: int, nbytes: int, protected: set[Block]) -> None:
+    def _evict_for(self, count: int, nbytes: int, needed: int, protected: set[Block]) -> list[Slot] | None:
         def pinned(entry: Entry) -> bool:
             assert isinstance(entry, Block)
             return entry.holds > 0 or entry in protected
 
+        slots = None
         steps = self.evictions(pinned)
-        while (count - len(slots)) * nbytes > self.leaving_nbytes:  # else enough is on its way out
-            if not next(steps, False) or self._fill(slots, count, nbytes):
+        while slots is None:
+            coming = self.leaving_nbytes
+            if coming and needed <= self.arena.free_nbytes + coming:
+                break  # enough is on its way out
+            if not next(steps, False):
                 break
+            if needed <= self.arena.free_nbytes:
+                slots = self._fill(count, nbytes)
         for block in protected:
             if block.stored:
                 self.policy.released(block)
+        return slots
 
     def evictions(self, pinned: Callable[[Entry], bool]) -> Generator[bool, None, None]:
         """Evict one block, or begin to, before each step (``True``); ends when nothing is left to evict."""

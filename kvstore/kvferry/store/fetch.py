@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Fetcher"]
 
 _RECHECK_S = 0.05
+_ROOM_WAIT_S = 0.25  # how long a load that could give a part waits for copies to end, to give more
 
 
 class _Item:
@@ -115,11 +116,13 @@ class Fetcher:
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float, stay: bool
     ) -> _Plan:
         store = self._store
+        hopeful_until = time.monotonic() + _ROOM_WAIT_S
         while True:
             where = store._locate(namespace, keys)
             with store._cond:
                 now = store._begin(namespace.session, processes=True)
-                plan = self._try_plan(namespace, keys, where, patient=now < deadline)
+                until = min(deadline, hopeful_until)
+                plan = self._try_plan(namespace, keys, where, patient=now < deadline, hopeful=now < until)
                 if plan is not None:
                     for item in plan.items:
                         policy = item.level.options.promotion
@@ -127,14 +130,18 @@ class Fetcher:
                         if item.promote:
                             self._fetching[namespace.namespace_id, item.key] = item
                     return plan
-                store._wait_for_room(now, deadline)
+                store._wait_for_room(now, deadline if now >= until else until)
 
     def _try_plan(
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], where: dict[BlockKey, Level], *,
-        patient: bool,
+        patient: bool, hopeful: bool,
     ) -> _Plan | None:  # fmt: skip
-        """What can be given now; ``None`` if it is worth to wait for more."""
-        pool, ns = self._store._pool, namespace.namespace_id
+        """What can be given now; ``None`` if it is worth to wait for more.
+
+        It is when there is nothing else (``patient``), or when copies are under way, which end by
+        themselves, and little time has passed (``hopeful``).
+        """
+        store, pool, ns = self._store, self._store._pool, namespace.namespace_id
         index = pool.indexes.get(ns)
         memory: dict[BlockKey, Block] = {}
         wanted: dict[BlockKey, Level] = {}
@@ -162,7 +169,8 @@ class Fetcher:
         if len(slots) < len(wanted):
             order = order[: order.index(list(wanted)[len(slots)])]
             memory = {key: memory[key] for key in order if key in memory}
-        if not order and asked and patient and self._room_may_come():
+        wait = patient and not order and self._room_may_come()
+        if len(order) < asked and (wait or (hopeful and store._copying)):
             for slot in slots:
                 pool.arena.free(slot)
             return None

@@ -443,6 +443,10 @@ class TieredStore(MemoryStore):
             writer.put(self._spaces[block.index.namespace_id], block, leaving=True)
         return Leave.COPIED_FIRST if chosen else Leave.NOW
 
+    @property
+    def _copying(self) -> bool:
+        return not all(writer.idle for writer in self._writers)
+
     def _drain(self, deadline: float) -> bool:
         """Wait until all queues are empty, with what is written on eviction; ``False`` at the deadline."""
         todo = [(writer, block) for writer in self._at_evict for block in self._dirty(writer)]
@@ -456,7 +460,7 @@ class TieredStore(MemoryStore):
                     if not self._put(writer, block):
                         writer.drop(1, block.nbytes)
                 todo.pop()
-            if not todo and all(writer.idle for writer in self._writers):
+            if not todo and not self._copying:
                 return True
             now = time.monotonic()
             if now >= deadline:

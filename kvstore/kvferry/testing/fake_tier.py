@@ -226,6 +226,11 @@ class FakeTier(Tier):
         """See :class:`~kvferry.store.tier.Tier`."""
         return True
 
+    def held(self) -> set[BlockKey]:
+        """Keys of all blocks that it has, whatever the faults."""
+        with self._lock:
+            return {key for _, key in self._blocks}
+
     def reopen(self) -> FakeTier:
         """What a new process would find: the blocks, and no pins; for a new store."""
         with self._lock:
