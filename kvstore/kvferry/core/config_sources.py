@@ -143,7 +143,7 @@ def _from_file(file: str | os.PathLike[str] | None) -> _Found:
         raise ConfigError(f"configuration file {named}: there is no such file")
     try:
         tree = TomlConfigSettingsSource(_Settings, path)()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"configuration file {named}: cannot be read: {error}") from error
     return {key: (value, str(path)) for key, value in _flatten(tree, str(path))}
 

@@ -9,6 +9,8 @@ field, its value and what is supported, rather than run wrongly.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
 _ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
 _DEFAULT_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 _QWEN3_HEAD_DIM = 128  # what the family means when its config does not say
+_LARGEST = sys.float_info.max  # JSON has integers that no float holds
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -88,7 +91,7 @@ class ModelConfig:
                 engine cannot run.
         """
         folder = Path(path)
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
             raise UnsupportedModelError(
                 f"model {str(folder)!r} is not a directory; give one with a config.json"
             )
@@ -146,7 +149,7 @@ def _read_json(file: Path) -> _Json:
         loaded = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UnsupportedModelError(f"{file} is missing; a model directory needs it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
     if not isinstance(loaded, dict):
         raise UnsupportedModelError(f"{file} holds a {type(loaded).__name__}, expected an object")
@@ -263,7 +266,7 @@ def _number(raw: _Json, field: str, default: float | None, *, within: str = "") 
     name = f"{within}.{field}" if within else field
     if value is None:
         raise UnsupportedModelError(f"{name} is missing; it is needed to run the model")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
         raise UnsupportedModelError(f"{name} is {value!r}, must be a positive number")
     return float(value)
 

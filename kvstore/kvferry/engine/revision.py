@@ -42,7 +42,7 @@ def read_index(path: Path) -> dict[str, str]:
     try:
         loaded = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))
         entries = loaded["weight_map"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnsupportedModelError(f"{path / INDEX_FILE} has no readable weight_map: {error!r}") from error
     found: dict[str, str] = {}
     for name, shard in entries:
@@ -152,7 +152,7 @@ def _read_cache() -> dict[str, object]:
     """What is kept; empty if the file is not there or not readable: it is only a cache."""
     try:
         loaded = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return loaded if isinstance(loaded, dict) else {}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvferry.core.errors import PluginUnavailableError, UnsupportedModelError
+from kvferry.core.errors import PluginUnavailableError, RequestError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -96,7 +96,10 @@ class HFTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""
-        return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        except Exception as error:  # a bare Exception again, such as for a word without a token
+            raise RequestError(f"the tokenizer of this model cannot encode the text: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
@@ -149,7 +152,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UnsupportedModelError(f"{folder} has no tokenizer.json; send token ids instead of text")
     try:
         kind = json.loads(marker.read_text(encoding="utf-8"))["kind"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UnsupportedModelError(f"{marker} cannot be read: {error!r}") from error
     if kind != "byte":
         raise UnsupportedModelError(f"{marker}: kind {kind!r} is not supported; supported: 'byte'")

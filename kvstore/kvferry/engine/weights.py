@@ -98,10 +98,15 @@ def load_model(
         raise ConfigError(f"device {str(device)!r} is not supported; supported: cpu")
     config = ModelConfig.from_dir(folder)
     wanted = pick_dtype(config, dtype)
-    expected = expected_shapes(config)
     with ExitStack() as stack:
         handles = {file.name: stack.enter_context(_open(file)) for file in weight_files(folder)}
         where = _locate(folder, handles)
+        if config.num_layers > len(where):  # before as many names are made
+            raise UnsupportedModelError(
+                f"{folder}: num_hidden_layers is {config.num_layers}, the files have only {len(where)} "
+                "tensors"
+            )
+        expected = expected_shapes(config)
         _check_names(folder, where, expected, config)
         for name, shape in expected.items():
             _check_tensor(folder, name, shape, where[name])

@@ -220,6 +220,7 @@ def test_the_later_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("[decode.max_running]\nx = 1\n", r"decode.max_running = \{'x': 1\}"),
         ("[decode]\nmax_running = \n", r"kvferry.toml: cannot be read: .*line 2"),
         ("\xff", r"cannot be read"),
+        ("a = " + "[" * 50_000, r"cannot be read"),
     ],
 )
 def test_unknown_keys_and_broken_files_are_refused(tmp_path: Path, text: str, says: str) -> None:

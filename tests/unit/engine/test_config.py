@@ -135,6 +135,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {**LLAMA3, "factor": "8"}}, "rope_scaling.factor is '8', must be a positive number"),
     ({"rope_scaling": {**LLAMA3, "factor": 0}}, "rope_scaling.factor is 0, must be a positive number"),
     ({"rope_theta": -1}, "rope_theta is -1, must be a positive number"),
+    ({"rope_theta": 10**400}, "rope_theta is 1000*, must be a positive number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, must be a positive number"),
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0, must be a positive integer"),
     ({"vocab_size": True}, "vocab_size is True, must be a positive integer"),
@@ -172,7 +174,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ModelConfig.from_dir(tmp_path / "nowhere")
     with pytest.raises(UnsupportedModelError, match=r"config\.json is missing"):
         ModelConfig.from_dir(tmp_path)
-    for text, message in (("{", "cannot be read"), ("[]", "holds a list, expected an object")):
+    for text, message in (
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[]", "holds a list, expected an object"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UnsupportedModelError, match=message):
             ModelConfig.from_dir(tmp_path)

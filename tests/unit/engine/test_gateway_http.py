@@ -108,6 +108,7 @@ def http(
     limits: HttpLimits = HttpLimits(),  # noqa: B008
     metrics: GatewayMetrics | None = None,
     stuck: bool = False,
+    headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> Reply:
     """One request; with ``gone_when`` the client goes once that holds, with ``stuck`` it takes nothing."""
     app = create_app(router, limits, metrics or GatewayMetrics())
@@ -123,7 +124,7 @@ def http(
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"host", b"test")],
+        "headers": [(b"host", b"test"), *headers],
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 2),
     }
@@ -298,6 +299,15 @@ def test_bad_requests_never_reach_the_router() -> None:
     big = http(router, body=b" " * 2000, limits=HttpLimits(max_body_nbytes=1000))
     assert (big.status, "1000 bytes" in big.json["error"]["message"]) == (400, True)
     assert router.requests == []
+
+
+def test_a_body_that_is_announced_as_too_long_is_not_waited_for() -> None:
+    router, limits = FakeRouter(GOOD), HttpLimits(max_body_nbytes=1000)
+    # shorter than it says: only the announcement can be the reason
+    for announced in (b"1001", b"9" * 30):
+        reply = http(router, body=ASK, headers=[(b"content-length", announced)], limits=limits)
+        assert (reply.status, "1000 bytes" in reply.json["error"]["message"]) == (400, True)
+    assert http(router, body=ASK, headers=[(b"content-length", b"1000")], limits=limits).status == 200
 
 
 def test_the_router_may_refuse() -> None:

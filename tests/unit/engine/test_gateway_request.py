@@ -74,6 +74,7 @@ BAD: list[tuple[str, Any]] = [
     ("temperature", -0.1),
     ("temperature", 2.1),
     ("temperature", "hot"),
+    ("temperature", 10**400),
     ("top_p", 0),
     ("top_p", 1.01),
     ("top_k", -2),
@@ -172,3 +173,18 @@ def test_without_a_tokenizer_only_token_ids_go() -> None:
 def test_refusals_are_request_errors() -> None:
     assert issubclass(InvalidFieldError, RequestError)
     assert issubclass(UnknownModelError, RequestError)
+
+
+def test_a_refusal_shows_only_the_beginning_of_what_was_sent() -> None:
+    long = "x" * 5_000_000
+    bad: list[dict[str, Any]] = [
+        {"model": long},
+        {"prompt": [10**4000]},
+        {"stop": [1, long]},
+        {"prompt": {long: 1}},
+        {long: 1},
+    ]
+    for fields in bad:
+        with pytest.raises(RequestError) as refused:
+            parse(**fields)
+        assert len(str(refused.value)) < 400

@@ -104,7 +104,7 @@ def test_a_file_just_written_is_not_trusted_by_its_time_stamp(tmp_path: Path, re
     assert len(read) == 2
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"x": 3}', None])
+@pytest.mark.parametrize("damage", [b"", b"{", b"[" * 100_000, b"[1, 2]", b"\xff\xfe", b'{"x": 3}', None])
 def test_a_damaged_cache_is_ignored_and_replaced(
     tmp_path: Path, read: list[str], cache: Path, damage: bytes | None
 ) -> None:

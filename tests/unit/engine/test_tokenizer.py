@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from kvferry.core.errors import UnsupportedModelError
+from kvferry.core.errors import RequestError, UnsupportedModelError
 from kvferry.engine.tokenizer import BYTE_MARKER, ByteTokenizer, Tokenizer, load_tokenizer
 
 TEXTS = ["hello world", " leading and  double spaces ", "naïve café – 日本語 🚀👩‍🚀", "", "\n\ttabs", "a"]
@@ -96,6 +97,7 @@ def test_the_tokenizer_of_a_directory(tmp_path: Path) -> None:
     for text, message in (
         ("{", "cannot be read"),
         ("{}", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
         ('{"kind": "word"}', "kind 'word'"),
     ):
         (tmp_path / BYTE_MARKER).write_text(text)
@@ -106,3 +108,12 @@ def test_the_tokenizer_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(tmp_path)
+
+
+def test_text_that_a_tokenizer_cannot_encode_is_refused(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"known": 0}, "unk_token": "<unk>"}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+    )
+    with pytest.raises(RequestError, match="cannot encode the text"):
+        load_tokenizer(tmp_path).encode("unknown")

@@ -158,7 +158,7 @@ def test_an_index_that_does_not_agree_is_refused(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": {**raw["weight_map"], name: wrong}}))
         with pytest.raises(UnsupportedModelError, match=r"is no \.safetensors file there"):
             load_model(path)
-    for text in ("{", "[]", "{}", '{"weight_map": 3}'):
+    for text in ("{", "[]", "{}", '{"weight_map": 3}', "[" * 100_000):
         index.write_text(text)
         with pytest.raises(UnsupportedModelError, match="no readable weight_map"):
             load_model(path)
@@ -193,4 +193,13 @@ def test_pickled_checkpoints_are_not_touched(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"pytorch_model\.bin cannot be read, convert to safetensors"
     ):
+        load_model(path)
+
+
+@pytest.mark.parametrize("layers", [10**9, 10**30])
+def test_more_layers_than_there_are_tensors_are_refused_at_once(tmp_path: Path, layers: int) -> None:
+    path = make_tiny(tmp_path, **SMALL)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": layers}))
+    with pytest.raises(UnsupportedModelError, match=f"num_hidden_layers is {layers}, the files have only 2"):
         load_model(path)

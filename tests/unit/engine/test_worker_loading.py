@@ -68,6 +68,13 @@ def test_a_worker_needs_a_model() -> None:
         load_engine(config(None))
 
 
+@pytest.mark.parametrize("name", ["loop", "nul\0byte", "long" * 100])
+def test_a_path_that_leads_nowhere_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UnsupportedModelError, match="is not a directory"):
+        load_engine(config(tmp_path / name))
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     path = make_tiny(tmp_path / "sharded", layers=2, shards=2)
     shard = sorted(path.glob("*.safetensors"))[1]

@@ -249,13 +249,17 @@ class _Sender:
 async def _read_body(request: Request, limits: HttpLimits) -> bytes:
     parts: list[bytes] = []
     size = 0
+    too_long = InvalidFieldError(f"the body is over the limit of {limits.max_body_nbytes} bytes")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limits.max_body_nbytes:
+        raise too_long  # nobody waits for what is not wanted
 
     async def read() -> None:
         nonlocal size
         async for part in request.stream():
             size += len(part)
             if size > limits.max_body_nbytes:
-                raise InvalidFieldError(f"the body is over the limit of {limits.max_body_nbytes} bytes")
+                raise too_long
             parts.append(part)
 
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,10 +54,14 @@ class CompletionRequest:
     model: str = ""
 
 
-def _invalid(param: str, value: object, wanted: str) -> InvalidFieldError:
+def _shown(value: object) -> str:
+    """A value of the client's for a message: what was sent may have megabytes."""
     shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidFieldError(f"{param} is {shown}, must be {wanted}", param)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def _invalid(param: str, value: object, wanted: str) -> InvalidFieldError:
+    return InvalidFieldError(f"{param} is {_shown(value)}, must be {wanted}", param)
 
 
 def _integer(param: str, value: object, low: int, high: int) -> int:
@@ -68,8 +71,8 @@ def _integer(param: str, value: object, low: int, high: int) -> int:
 
 
 def _number(param: str, value: object, low: float, high: float) -> float:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high:  # type: ignore[operator]
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not low <= value <= high:  # type: ignore[operator]  # NaN and infinity are not either
         raise _invalid(param, value, f"a number from {low:g} to {high:g}")
     return float(value)  # type: ignore[arg-type]
 
@@ -158,7 +161,7 @@ def parse_completion(body: bytes, served: ServedModel) -> CompletionRequest:
     if model is not None and model != served.name:
         if not isinstance(model, str):
             raise _invalid("model", model, "a string")
-        raise UnknownModelError(f"model {model!r} is not served here; {served.name!r} is")
+        raise UnknownModelError(f"model {_shown(model)} is not served here; {served.name!r} is")
     # null means "not given" to every OpenAI client
     values = {k: read(fields[k]) for k, read in _FIELDS.items() if fields.get(k) is not None}
     tokens = _prompt(fields.get("prompt"), served)
@@ -225,7 +228,8 @@ def _prompt(value: object, served: ServedModel) -> npt.NDArray[np.uint32]:
             raise _invalid(f"prompt[{index}]", token, "a token id (one prompt a request)")
         if not 0 <= token < served.vocab_size:
             raise InvalidFieldError(
-                f"prompt[{index}] is token id {token}, outside the vocabulary 0..{served.vocab_size - 1}",
+                f"prompt[{index}] is token id {_shown(token)}, outside the vocabulary "
+                f"0..{served.vocab_size - 1}",
                 "prompt",
             )
     return np.asarray(value, dtype="<u4")

@@ -129,10 +129,10 @@ def load_engine(config: Config) -> Engine:
     if not config.model.path:
         raise ConfigError("no model given: use --model DIR (model.path)")
     path = Path(config.model.path)
-    name = config.model.name or path.resolve().name
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     model = load_model(path, config.model.dtype)
+    name = config.model.name or path.resolve().name  # after loading: a loop of links has no name
     found = revision(path) if config.model.revision == "auto" else config.model.revision
     if not found:
         log.warning("model %s has no revision: entries are keyed by name only", name)

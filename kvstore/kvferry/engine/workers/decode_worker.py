@@ -208,12 +208,31 @@ class DecodeWorker:
             received = _Received(handoff, receiver.kv_nbytes, receiver.wire_s, receiver.complete_at)
         finally:
             self._streams.forget(expected)
+        self._check_handoff(handoff, message)
+        sequence.length = message.prompt_tokens
+        return received
+
+    def _check_handoff(self, handoff: Handoff, message: Generate) -> None:
+        """Refuse a handoff that is not of this request: its text would be another one's."""
         if handoff.prompt_tokens != message.prompt_tokens:
             raise ProtocolError(
                 f"handoff of {handoff.prompt_tokens} tokens, {message.prompt_tokens} were asked", remote=True
             )
-        sequence.length = message.prompt_tokens
-        return received
+        if handoff.cached_tokens >= handoff.prompt_tokens:
+            raise ProtocolError(
+                f"handoff says that {handoff.cached_tokens} of {handoff.prompt_tokens} tokens were cached; "
+                "the last one is always computed",
+                remote=True,
+            )
+        greedy = message.sampling.temperature == 0
+        if handoff.sampling != message.sampling or (handoff.rng is None) != greedy:
+            raise ProtocolError(
+                f"handoff of a token drawn by {handoff.sampling}, generator state "
+                f"{'missing' if handoff.rng is None else 'given'}; asked was {message.sampling}",
+                remote=True,
+            )
+        if handoff.first_token >= self._engine.shape.vocab_size:
+            raise RequestError(f"handoff names token {handoff.first_token}, outside the vocabulary")
 
     @staticmethod
     def _await_stream(expected: ExpectedStream, watch: CancelWatch) -> LayerReceiver:
@@ -252,8 +271,6 @@ class DecodeWorker:
     ) -> Generation:
         """Hand the request to the model thread; token 0 is there already."""
         first = received.handoff.first_token
-        if not 0 <= first < self._engine.shape.vocab_size:
-            raise RequestError(f"handoff names token {first}, outside the vocabulary")
         sampler = Sampler(message.sampling, received.handoff.rng)
         steps = DecodeSequence(self._engine.model, sequence, first, sampler, message.sampling)
         generation = Generation(steps, sequence, place, deadline)

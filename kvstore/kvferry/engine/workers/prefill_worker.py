@@ -7,7 +7,10 @@ stream, and hands the job to the model thread; that one only computes and queues
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +53,11 @@ _AHEAD = 4
 
 _SAVE_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
+_PROMPT_TIMEOUT_S = 30.0
+"""For the tokens of a prompt to arrive once their message has: a few bytes each."""
+
+_T = TypeVar("_T")
 
 
 class PrefillWorker:
@@ -71,7 +79,7 @@ class PrefillWorker:
             what="prefill worker",
         )
         self._pools = ChannelPools(channel_options(config, _ROLE), max_addresses=16)
-        self._finishing = ThreadPoolExecutor(_AHEAD, thread_name_prefix="kvferry-prefill-finish")
+        self._talking = ThreadPoolExecutor(_AHEAD, thread_name_prefix="kvferry-prefill-talk")
         self._thread = PrefillThread(engine)
         try:
             self._server = listen(
@@ -93,7 +101,7 @@ class PrefillWorker:
         self._admission.wait_idle(deadline_in(drain_s))
         self._thread.close()
         self._server.close()
-        self._finishing.shutdown(wait=True, cancel_futures=True)
+        self._talking.shutdown(wait=True, cancel_futures=True)
         self._pools.close()
         self._engine.store.close()
 
@@ -141,6 +149,7 @@ class PrefillWorker:
 
     def _read_tokens(self, incoming: Incoming, deadline: float) -> npt.NDArray[np.uint32]:
         nbytes, limit = incoming.payload_nbytes, self._engine.max_model_len
+        deadline = earliest(deadline, deadline_in(_PROMPT_TIMEOUT_S))
         if nbytes % 4 or nbytes > 4 * limit:
             incoming.discard(deadline)
             raise RequestError(
@@ -167,10 +176,12 @@ class PrefillWorker:
         namespace = engine.store.namespace(engine.spec, message.scope)
         keys = namespace.keys(tokens)
         tail_tokens = len(tokens) - len(keys) * engine.kv.block_tokens
-        with self._pools.channel(message.kv_address, deadline) as kv_channel:
+        connected_by = earliest(deadline, deadline_in(_CONNECT_TIMEOUT_S))
+        with self._pools.channel(message.kv_address, connected_by) as kv_channel:
             sender = LayerSender(kv_channel, engine.spec, message.scope, name=message.stream)
             with sender:
-                sender.begin(message.stream, keys, tail_tokens, deadline=deadline)
+                begin = partial(sender.begin, message.stream, keys, tail_tokens, deadline=deadline)
+                self._watched(watch, begin)
                 job = PrefillJob(message, tokens, sender, deadline)
                 result = self._compute(job, watch)
                 try:
@@ -232,10 +243,14 @@ class PrefillWorker:
             kv_written_at=result.kv_written_at,
         )
         limit = earliest(job.deadline, deadline_in(self._engine.config.stream.timeout))
-        finishing = self._finishing.submit(job.sender.finish, handoff, limit)
-        while not wait([finishing], POLL_S).done:
-            watch.poll()  # what it raises makes the caller abort the stream, which ends finish() too
-        return finishing.result()
+        return self._watched(watch, partial(job.sender.finish, handoff, limit))
+
+    def _watched(self, watch: CancelWatch, step: Callable[[], _T]) -> _T:
+        """What ``step`` of a stream returns; it waits for the decode worker, which may never answer."""
+        waiting = self._talking.submit(step)
+        while not wait([waiting], POLL_S).done:
+            watch.poll()  # what it raises makes the caller abort the stream, which ends the step too
+        return waiting.result()
 
     def _save(self, message: Prefill, keys: list[BlockKey], result: PrefillResult) -> None:
         """Keep the prompt's blocks; done when token 0 is on its way, before the gateway hears the end."""
