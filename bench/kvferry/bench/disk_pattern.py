@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,6 @@ from kvferry.core.errors import KVFerryError
 
 __all__ = ["DiskPattern", "FileShape", "drop_page_cache", "filesystem_of"]
 
-_FOLDERS = 256
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -48,20 +49,20 @@ class FileShape:
 class DiskPattern:
     """One file a block: temporary name, header page and data in one call, sync, rename; read whole.
 
+    Files lie in folders as those of the tier do, by the first byte of a hash, made when first needed: the
+    cost of a new file depends much on its folder, since file systems place both near each other.
+
     Args:
         directory: Where; made if it is not there.
         shape: See :class:`FileShape`.
     """
 
     def __init__(self, directory: Path, shape: FileShape) -> None:
-        self.directory = directory
+        self.directory = directory / "tenant" / "namespace"
         self._shape = shape
-        directory.mkdir(parents=True, exist_ok=True)
-        self._folders: list[int] = []
-        for number in range(_FOLDERS):
-            folder = directory / f"{number:02x}"
-            folder.mkdir(exist_ok=True)
-            self._folders.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._folders: dict[str, int] = {}
+        self._lock = threading.Lock()
         self._header = page_aligned(shape.header_nbytes)
         self._pages = [page_aligned(shape.header_nbytes) for _ in range(shape.read_threads)]
         self._pool = ThreadPoolExecutor(max(shape.read_threads, shape.write_threads))
@@ -84,19 +85,25 @@ class DiskPattern:
             lambda thread, index: self._read(thread, numbers[index], views[index]),
         )
 
-    def remove(self, first: int, files: int) -> None:
-        """Remove files."""
-        for number in range(first, first + files):
-            os.unlink(f"{number:064x}", dir_fd=self._folder(number))
-
     def close(self) -> None:
         """End the threads; the files stay."""
         self._pool.shutdown()
-        for fd in self._folders:
+        for fd in self._folders.values():
             os.close(fd)
 
-    def _folder(self, number: int) -> int:
-        return self._folders[number % _FOLDERS]
+    def _place(self, number: int) -> tuple[int, str]:
+        """Folder and name of a file."""
+        name = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).hexdigest()
+        shard = name[:2]
+        folder = self._folders.get(shard)
+        if folder is None:
+            with self._lock:
+                folder = self._folders.get(shard)
+                if folder is None:
+                    path = self.directory / shard
+                    path.mkdir(exist_ok=True)
+                    folder = self._folders[shard] = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        return folder, name
 
     def _timed(
         self,
@@ -128,9 +135,9 @@ class DiskPattern:
             done.result()
 
     def _write(self, number: int, view: memoryview) -> None:
-        shape, folder = self._shape, self._folder(number)
+        shape, (folder, name) = self._shape, self._place(number)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if shape.direct_write else 0)
-        temporary, name = f".{number:x}.tmp", f"{number:064x}"
+        temporary = f".{name}.{number:x}.tmp"
         fd = os.open(temporary, flags, 0o600, dir_fd=folder)
         try:
             _require_whole(os.pwritev(fd, [self._header, view], 0), shape, name)
@@ -149,9 +156,9 @@ class DiskPattern:
             os.fsync(self._unsynced.pop())
 
     def _read(self, thread: int, number: int, view: memoryview) -> None:
-        name = f"{number:064x}"
+        folder, name = self._place(number)
         flags = os.O_RDONLY | (os.O_DIRECT if self._shape.direct_read else 0)
-        fd = os.open(name, flags, dir_fd=self._folder(number))
+        fd = os.open(name, flags, dir_fd=folder)
         try:
             _require_whole(os.preadv(fd, [self._pages[thread], view], 0), self._shape, name)
         finally:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
@@ -26,10 +26,23 @@ __all__ = ["direct_modes", "run_read", "run_write"]
 
 _WAIT_S = 300.0
 _RUNS_A_WALK = 4
-_LEAST_BATCH = 8
+_LEAST_BATCH = 4
 _MOST_BATCH = 32
 _BATCH_NBYTES = 32 << 20
-_SLACK_NBYTES = 64 << 20
+
+
+def _batch(nbytes: int) -> int:
+    """Blocks of a call."""
+    return max(_LEAST_BATCH, min(_MOST_BATCH, _BATCH_NBYTES // nbytes))
+
+
+def _calls(nbytes: int, options: StoreOptions) -> int:
+    """Calls of a run."""
+    return max(1, options.walk_nbytes // _RUNS_A_WALK // (nbytes * _batch(nbytes)))
+
+
+def _run_nbytes(nbytes: int, options: StoreOptions) -> int:
+    return nbytes * _batch(nbytes) * _calls(nbytes, options)
 
 
 def direct_modes(status: Mapping[str, str]) -> tuple[bool, bool]:
@@ -44,16 +57,15 @@ class _Disk:
 
     def __init__(self, nbytes: int, options: StoreOptions, place: Workplace) -> None:
         self.nbytes = nbytes
-        self.batch = max(_LEAST_BATCH, min(_MOST_BATCH, _BATCH_NBYTES // nbytes))
-        self.calls = max(1, options.walk_nbytes // _RUNS_A_WALK // (nbytes * self.batch))
+        self.batch = _batch(nbytes)
+        self.calls = _calls(nbytes, options)
         self.held_calls = max(self.calls, options.walk_nbytes // (nbytes * self.batch))
         self.source = BlockSource(nbytes, options.walk_nbytes)
         self.space = TierNamespace.of("bench", block_spec(nbytes))
-        header_nbytes = HeaderTemplate(self.space).header_nbytes
-        files = (self.held_calls + self.calls) * self.batch
+        self.folder = place.path / str(nbytes)
         self.options = DiskOptions(
-            directories=(str(place.path / "tier"),),
-            capacity_nbytes=2 * files * (nbytes + header_nbytes) + _SLACK_NBYTES,
+            directories=(str(self.folder / "tier"),),
+            capacity_nbytes=shutil.disk_usage(place.path).total,  # nothing is evicted
             sync=cast("Sync", options.sync),
             direct=cast("Direct", options.direct),
         )
@@ -61,7 +73,7 @@ class _Disk:
         self.tier.open(self.space)
         read, write = direct_modes(self.tier.usage().status)
         self.shape = FileShape(
-            header_nbytes=header_nbytes,
+            header_nbytes=HeaderTemplate(self.space).header_nbytes,
             data_nbytes=nbytes,
             sync=options.sync,
             direct_read=read,
@@ -70,7 +82,7 @@ class _Disk:
             write_threads=self.options.write_threads,
             batch=self.batch,
         )
-        self.pattern = DiskPattern(place.path / "pattern", self.shape)
+        self.pattern = DiskPattern(self.folder / "pattern", self.shape)
 
     def keys(self, first: int) -> list[BlockKey]:
         """Keys of one call's chain, whose first block is block ``first``."""
@@ -168,42 +180,39 @@ class _Turns:
         return found
 
 
-class _TierWrites:
-    def __init__(self, disk: _Disk) -> None:
-        self._disk, self._turns = disk, _Turns(disk)
+class _Writes:
+    """New files each time.
+
+    None is removed before the end: a file system may spare the place of a file that was just removed, and
+    look long for another, at the cost of whoever comes next.
+    """
+
+    def __init__(self, disk: _Disk, *, tier: bool) -> None:
+        self._disk, self._tier, self._turns = disk, tier, _Turns(disk)
         self.firsts: list[int] = []
 
     def __call__(self) -> Sample:
-        """Write new blocks; those of the last run are removed before, so that only one run's are there."""
-        for first in self.firsts:
-            self._disk.tier.remove(self._disk.space, self._disk.keys(first), deadline=deadline_in(_WAIT_S))
-        self.firsts = self._turns.take()
-        return self._disk.write(self.firsts)
-
-
-class _PatternWrites:
-    def __init__(self, disk: _Disk) -> None:
-        self._disk, self._turns = disk, _Turns(disk)
-        self._firsts: list[int] = []
-
-    def __call__(self) -> Sample:
         disk = self._disk
-        if self._firsts:
-            disk.pattern.remove(self._firsts[0], disk.calls * disk.batch)
-        self._firsts = self._turns.take()
-        views = [disk.source[first + n] for first in self._firsts for n in range(disk.batch)]
-        return disk.pattern.write(self._firsts[0], views)
+        self.firsts = self._turns.take()
+        if disk.shape.sync == "none" and not disk.shape.direct_write:
+            os.sync()  # nobody pays for what others left to be written
+        if self._tier:
+            return disk.write(self.firsts)
+        numbers = [first + n for first in self.firsts for n in range(disk.batch)]
+        return disk.pattern.write(numbers[0], [disk.source[n] for n in numbers])
 
 
 def run_write(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     """Blocks from memory to files."""
-    for nbytes in options.sizes:
-        with Workplace.open(options, 4 * max(options.walk_nbytes, nbytes * _LEAST_BATCH)) as place:
+    runs = options.runs + options.warmup
+    needed = sum(2 * runs * _run_nbytes(nbytes, options) for nbytes in options.sizes)
+    with Workplace.open(options, needed + needed // 8) as place:
+        for nbytes in options.sizes:
             disk = _Disk(nbytes, options, place)
             try:
-                writes = _TierWrites(disk)
+                writes = _Writes(disk, tier=True)
                 samples = run_paired(
-                    {"subject": writes, "disk_pattern": _PatternWrites(disk)},
+                    {"subject": writes, "disk_pattern": _Writes(disk, tier=False)},
                     runs=options.runs,
                     warmup=options.warmup,
                     progress=progress,
@@ -216,17 +225,18 @@ def run_write(options: StoreOptions, progress: Progress) -> Iterator[Result]:
                 params = disk.params(place, options, write=True)
             finally:
                 disk.close()
-        values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
-        yield summarise(
-            "store.write.disk", params, "GB/s", values, samples=samples["subject"], verified=verified
-        )
+            values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
+            yield summarise(
+                "store.write.disk", params, "GB/s", values, samples=samples["subject"], verified=verified
+            )
 
 
 class _Reads:
     """Reads of files that no cache holds, into memory that is walked through."""
 
-    def __init__(self, disk: _Disk, folder: Path, walk_nbytes: int, *, tier: bool) -> None:
-        self._disk, self._folder, self._tier = disk, folder, tier
+    def __init__(self, disk: _Disk, walk_nbytes: int, *, tier: bool) -> None:
+        self._disk, self._tier = disk, tier
+        self._folder = disk.folder / ("tier" if tier else "pattern")
         self._turns = _Turns(disk, disk.held_calls)
         run_nbytes = disk.calls * disk.batch * disk.nbytes
         self._into = ColdWalk(disk.nbytes, max(walk_nbytes, run_nbytes), fill=0)
@@ -245,18 +255,17 @@ class _Reads:
 
 def run_read(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     """Blocks from files to memory."""
-    for nbytes in options.sizes:
-        with Workplace.open(options, 4 * max(options.walk_nbytes, nbytes * _LEAST_BATCH)) as place:
+    needed = sum(2 * max(options.walk_nbytes, _run_nbytes(nbytes, options)) for nbytes in options.sizes)
+    with Workplace.open(options, needed + needed // 8) as place:
+        for nbytes in options.sizes:
             disk = _Disk(nbytes, options, place)
             try:
-                firsts = [call * disk.batch for call in range(disk.held_calls)]
-                disk.write(firsts)
+                disk.write([call * disk.batch for call in range(disk.held_calls)])
                 disk.pattern.write(0, [disk.source[n] for n in range(disk.held_calls * disk.batch)])
                 os.sync()  # what is dirty cannot be dropped from the page cache
-                reads = _Reads(disk, place.path / "tier", options.walk_nbytes, tier=True)
-                raw = _Reads(disk, place.path / "pattern", options.walk_nbytes, tier=False)
+                reads = _Reads(disk, options.walk_nbytes, tier=True)
                 samples = run_paired(
-                    {"subject": reads, "disk_pattern": raw},
+                    {"subject": reads, "disk_pattern": _Reads(disk, options.walk_nbytes, tier=False)},
                     runs=options.runs,
                     warmup=options.warmup,
                     progress=progress,
@@ -267,7 +276,7 @@ def run_read(options: StoreOptions, progress: Progress) -> Iterator[Result]:
                 params["page_cache"] = "dropped by posix_fadvise before each run"
             finally:
                 disk.close()
-        values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
-        yield summarise(
-            "store.read.disk", params, "GB/s", values, samples=samples["subject"], verified=verified
-        )
+            values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
+            yield summarise(
+                "store.read.disk", params, "GB/s", values, samples=samples["subject"], verified=verified
+            )
