@@ -15,8 +15,8 @@ from kvferry.store.disk.files import Files
 __all__ = ["Call", "FaultyFiles"]
 
 Call = Literal[
-    "open_folder", "make_folder", "open_read", "create", "preadv", "pwritev", "sync_data", "sync", "rename",
-    "unlink",
+    "open_folder", "make_folder", "open_read", "open_write", "create", "preadv", "pwritev", "sync_data",
+    "sync", "rename", "unlink",
 ]  # fmt: skip
 """A call that can be made to fail: a method of :class:`Files`."""
 
@@ -88,6 +88,11 @@ class FaultyFiles(Files):
         """See :class:`Files`."""
         self._pass("create")
         return super().create(name, folder, flags)
+
+    def open_write(self, name: str, folder: int, flags: int = 0) -> int:
+        """See :class:`Files`."""
+        self._pass("open_write")
+        return super().open_write(name, folder, flags)
 
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         """See :class:`Files`."""

@@ -228,19 +228,56 @@ def test_what_cannot_be_removed_goes_later(make_tier: MakeTier, folder: Path) ->
     assert write_outcomes(write(tier, namespace, keys)) == [STORED] * 4
 
 
-def test_eviction_that_fails_loses_nothing(make_tier: MakeTier, folder: Path) -> None:
+@pytest.mark.parametrize("calls", [("unlink", "rename"), ("rename",), ("open_write", "create")])
+def test_eviction_that_fails_loses_nothing(
+    make_tier: MakeTier, folder: Path, calls: tuple[Call, ...]
+) -> None:
+    """But the one whose file was to be written over, where that is what fails."""
     files = FaultyFiles()
     tier = make_tier(files, capacity_nbytes=256 << 10)
     namespace = opened(tier, SPEC)
     for number in range(30):
         write(tier, namespace, chain(namespace, number, 1))
     held = {e.key for e in tier.scan()}
-    with files.failing("unlink", error=errno.EROFS):
+    with files.failing(*calls, error=errno.EROFS):
         for number in range(100, 110):
             (result,) = write(tier, namespace, chain(namespace, number, 1))
             assert result.outcome is WriteOutcome.FAILED
-    assert held - {e.key for e in tier.scan()} == set()
-    assert disk_usage(folder) <= 256 << 10
+            assert tier.usage().used_nbytes == disk_usage(folder) <= 256 << 10
+    if "unlink" in calls:
+        assert held == {e.key for e in tier.scan()}
+    more = [chain(namespace, number, 1)[0] for number in range(200, 230)]
+    wait_until(lambda: WriteOutcome.FAILED not in write_outcomes(write(tier, namespace, more)))
+    assert tier.usage().used_nbytes == disk_usage(folder) <= 256 << 10
+    assert list(folder.rglob("*.tmp")) == []
+
+
+def test_evicted_files_are_written_over(make_tier: MakeTier, folder: Path) -> None:
+    """Not made and removed each time; unless somebody keeps one by another name."""
+    files = FaultyFiles()
+    tier = make_tier(files, capacity_nbytes=1 << 20)
+    namespace = opened(tier, SPEC)
+    number = 0
+    while not tier.usage().counters.get("evicted"):
+        write(tier, namespace, chain(namespace, number, 1))
+        number += 1
+    kept = {p: p.read_bytes() for p in stored_files(folder)}
+    (folder / "backup").mkdir()
+    for path in kept:
+        os.link(path, folder / "backup" / path.name)
+    made = files.calls["create"]
+    keys = [chain(namespace, 1000 + n, 1)[0] for n in range(3 * len(kept))]
+    for key in keys:
+        assert write_outcomes(write(tier, namespace, [key])) == [STORED]
+        assert outcomes(read(tier, namespace, [key])) == [HIT]
+    assert 0 < files.calls["create"] - made < 2 * len(kept)
+    for path, data in kept.items():
+        assert (folder / "backup" / path.name).read_bytes() == data
+    tier.close()
+    again = make_tier(capacity_nbytes=2 << 20)
+    held = [e.key for e in again.scan()]
+    opened(again, SPEC)
+    assert set(outcomes(read(again, namespace, held))) == {HIT}
 
 
 # -- reads that fail -----------------------------------------------------------------------------------

@@ -70,6 +70,10 @@ class Files:
         """Create a file that must not exist."""
         return os.open(name, _CREATE | flags, 0o600, dir_fd=folder)
 
+    def open_write(self, name: str, folder: int, flags: int = 0) -> int:
+        """Open a file to write over it."""
+        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=folder)
+
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         """Read once; returns the bytes read, 0 at the end of the file."""
         return os.preadv(fd, views, offset)

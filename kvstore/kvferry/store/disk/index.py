@@ -47,12 +47,18 @@ class DiskEntry(Entry):
 
 
 class Reservation:
-    """Room taken for one write, of which parts are spent on what it makes. One thread's own."""
+    """Room taken for one write, of which parts are spent on what it makes. One thread's own.
 
-    __slots__ = ("left",)
+    Attributes:
+        left: Bytes not spent yet.
+        spare: A discarded entry whose bytes are in ``left`` and whose file is still there, to be used again.
+    """
+
+    __slots__ = ("left", "spare")
 
     def __init__(self, nbytes: int) -> None:
         self.left = nbytes
+        self.spare: DiskEntry | None = None
 
     def spend(self, nbytes: int) -> None:
         """So many bytes are on disk now; more than were taken is settled when the rest is given back."""
@@ -300,17 +306,21 @@ class DiskIndex:
 
     # -- room ------------------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> list[DiskEntry] | None:
+    def reserve(self, nbytes: int, spare: int = 0) -> list[DiskEntry] | None:
         """Take ``nbytes`` of the room, or choose what to evict for it.
+
+        Args:
+            nbytes: To be taken.
+            spare: Bytes of a discarded entry that become a part of them.
 
         Returns:
             An empty list if they are taken now; else discarded entries (see :meth:`discard`) whose files
             the caller removes before it asks again; ``None`` if nothing may be evicted.
         """
         with self.lock:
-            short = self.used_nbytes + nbytes - self.capacity_nbytes
+            short = self.used_nbytes - spare + nbytes - self.capacity_nbytes
             if short <= 0:
-                self.used_nbytes += nbytes
+                self.used_nbytes += nbytes - spare
                 return []
             return self._evict(short) if nbytes <= self.capacity_nbytes else None
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -216,6 +217,17 @@ class _OpenBlock:
         finally:
             files.close(folder)
 
+        self._again = partial(_OpenBlock, files, root, tenant, namespace, key)
+        self._inode = files.status(self.fd).st_ino
+
+    def is_there(self) -> bool:
+        """Whether the file still has its name."""
+        try:
+            with self._again() as now:
+                return now._inode == self._inode
+        except OSError:
+            return False
+
     def __enter__(self) -> _OpenBlock:
         return self
 
@@ -252,10 +264,13 @@ def _verify(files: Files, root: int, scan: Scan, progress: Progress | None) -> V
     total = sum(len(blocks) for blocks in scan.blocks.values())
     for done, (tenant, namespace, key) in enumerate(_each(scan), 1):
         try:
-            with _OpenBlock(files, root, tenant, namespace, key) as block:
+            block = _OpenBlock(files, root, tenant, namespace, key)
+            with block:
                 found.nbytes += _check(files, block, tenant, namespace, key, buffer)
         except CorruptBlockError as error:
-            found.corrupt.append(Finding(tenant, namespace, key, str(error)))
+            # a store that uses the directory may just have evicted the block and written over its file
+            if block.is_there():
+                found.corrupt.append(Finding(tenant, namespace, key, str(error)))
         except OSError as error:
             if not is_gone(error):  # evicted meanwhile
                 found.unreadable.append(Finding(tenant, namespace, key, reason_of(error)))

@@ -86,13 +86,14 @@ class Writes:
             may_need_folder = folder is None or state.tidies(home.held)
             slack = _NEW_FOLDER_SLACK if may_need_folder else _FOLDER_SLACK
             room = Reservation(home.template.file_nbytes + slack)
-            refused = self._make_room(root, room.left, deadline, first=makes_room)
+            refused = self._make_room(home, root, room, deadline, first=makes_room)
             if refused is not None:
                 return refused, None
             try:
                 taken = self._write_file(home, block, root, folder, room)
                 room.spend(taken)
             finally:
+                self._drop_spare(room)
                 state.index.release(room.left)
         except OSError as error:
             return self._failed(root, error, evicted=makes_room), None
@@ -118,25 +119,84 @@ class Writes:
         except FileNotFoundError:
             return None
 
-    def _make_room(self, root: Root, nbytes: int, deadline: float, *, first: bool) -> WriteResult | None:
-        """Take ``nbytes``, evicting as needed, ``first`` at any rate; a result if that cannot be."""
-        state = self._state
-        short = nbytes if first else 0
-        while True:
-            if state.options.keep_free_nbytes:
-                wanted = state.options.keep_free_nbytes + nbytes
-                short = max(short, wanted - root.free_nbytes())
-            on_root = short > 0
-            victims = state.index.evict(short, root.number) if on_root else state.index.reserve(nbytes)
-            if victims is None:
-                what = "its device is full" if on_root else f"{nbytes} bytes do not fit"
-                return WriteResult(WriteOutcome.REFUSED, f"{what}, and nothing more may be evicted")
-            if not victims and not on_root:
-                return None
-            self._evict(victims)
-            short = 0
-            if is_past(deadline):
-                return WriteResult(WriteOutcome.FAILED, "no room was made by the deadline")
+    def _make_room(
+        self, home: Home, root: Root, room: Reservation, deadline: float, *, first: bool
+    ) -> WriteResult | None:
+        """Take the room, evicting as needed, ``first`` at any rate; a result if that cannot be."""
+        index, options = self._state.index, self._state.options
+        short = room.left if first else 0
+        spare: DiskEntry | None = None
+        try:
+            while True:
+                if options.keep_free_nbytes:
+                    short = max(short, options.keep_free_nbytes + room.left - root.free_nbytes())
+                on_root, short = short, 0
+                if on_root > 0:
+                    victims = index.evict(on_root, root.number)
+                else:
+                    victims = index.reserve(room.left, spare.nbytes if spare is not None else 0)
+                if victims is None:
+                    what = "its device is full" if on_root > 0 else f"{room.left} bytes do not fit"
+                    return WriteResult(WriteOutcome.REFUSED, f"{what}, and nothing more may be evicted")
+                if not victims:
+                    room.spare, spare = spare, None
+                    return None
+                if spare is None and on_root <= 0:
+                    spare = self._choose_spare(home, root, victims)
+                self._evict(victims)
+                if is_past(deadline):
+                    return WriteResult(WriteOutcome.FAILED, "no room was made by the deadline")
+        finally:
+            if spare is not None:
+                index.put_back(spare)
+
+    @staticmethod
+    def _choose_spare(home: Home, root: Root, victims: list[DiskEntry]) -> DiskEntry | None:
+        """Take one out of ``victims`` whose file may be written over: as large, in the same directory.
+
+        Making and removing files is what costs most when blocks are small, on file systems that must
+        find, and journal, an inode and its blocks each time.
+        """
+        for number, entry in enumerate(victims):
+            if entry.root == root.number and entry.nbytes == home.template.file_nbytes:
+                return victims.pop(number)
+        return None
+
+    def _drop_spare(self, room: Reservation) -> None:
+        """Remove a spare file that was not used after all; one that cannot be removed is held again."""
+        entry, room.spare = room.spare, None
+        if entry is None:
+            return
+        try:
+            self._state.unlink(entry)
+        except OSError:
+            self._state.index.release(-entry.nbytes)
+            self._state.index.put_back(entry)
+        else:
+            self._state.index.gone(entry, 0)
+            self._state.count(("evicted",))
+
+    def _reuse_spare(self, room: Reservation, root: Root, name: str, folder: OpenFolder) -> bool:
+        """Give the spare file, if there is one, the name ``name``; whether it has it."""
+        entry = room.spare
+        if entry is None:
+            return False
+        state, home = self._state, entry.index
+        try:
+            source = root.folder(home.tenant, home.namespace_id, entry.key)
+            state.files.rename(names.block_name(entry.key), source.fd, name, folder.fd)
+        except OSError as error:
+            if not is_gone(error) or root.is_stale(folder):
+                raise
+            room.spare = None  # somebody has removed it
+            state.index.gone(entry, 0)
+            return False
+        room.spare = None
+        state.index.gone(entry, 0)
+        state.count(("evicted",))
+        if state.tidies(home):
+            root.tidy(home.tenant, home.namespace_id, entry.key)
+        return True
 
     def _evict(self, victims: list[DiskEntry]) -> None:
         """Remove files; what cannot be removed stays, and ends the write.
@@ -169,9 +229,11 @@ class Writes:
         while True:
             try:
                 if folder is None:
-                    name = (home.held.tenant, home.held.namespace_id, block.key)
-                    folder = root.folder(*name, make=room.spend)
-                taken = self._create(home, block, header, root, folder, direct=direct)
+                    where = (home.held.tenant, home.held.namespace_id, block.key)
+                    folder = root.folder(*where, make=room.spend)
+                name = root.temporary_name(block.key)
+                fd = self._open(name, root, folder, room, home.template.file_nbytes, DIRECT if direct else 0)
+                taken = self._fill(fd, name, home, block, header, root, folder, direct=direct)
                 root.grown(folder, room.spend)
                 return taken
             except OSError as error:
@@ -182,12 +244,39 @@ class Writes:
                 else:
                     raise
 
-    def _create(
-        self, home: Home, block: BlockWrite, header: bytes, root: Root, folder: OpenFolder, *, direct: bool
+    def _open(
+        self, name: str, root: Root, folder: OpenFolder, room: Reservation, nbytes: int, flags: int
     ) -> int:
+        """A file of that name to write to: an evicted one, or a new one."""
+        files = self._state.files
+        if not self._reuse_spare(room, root, name, folder):
+            return files.create(name, folder.fd, flags)
+        try:
+            fd = files.open_write(name, folder.fd, flags)
+            found = files.status(fd)
+            if found.st_nlink == 1 and found.st_size == nbytes:
+                return fd
+            files.close(fd)  # somebody keeps it by another name, or has changed it
+        except OSError:
+            self._withdraw(name, root, folder, nbytes)
+            raise
+        files.unlink(name, folder.fd)
+        return files.create(name, folder.fd, flags)
+
+    def _fill(
+        self,
+        fd: int,
+        name: str,
+        home: Home,
+        block: BlockWrite,
+        header: bytes,
+        root: Root,
+        folder: OpenFolder,
+        *,
+        direct: bool,
+    ) -> int:
+        """Write the file, sync it, and give it its name; returns the bytes that it takes up."""
         files, sync = self._state.files, self._state.options.sync
-        name = root.temporary_name(block.key)
-        fd = files.create(name, folder.fd, DIRECT if direct else 0)
         try:
             try:
                 write_block(files, fd, home.template, header, block.data, direct=direct)
