@@ -310,6 +310,46 @@ def test_a_body_that_is_announced_as_too_long_is_not_waited_for() -> None:
     assert http(router, body=ASK, headers=[(b"content-length", b"1000")], limits=limits).status == 200
 
 
+def test_bodies_are_bounded_together_and_count_only_while_they_are_read() -> None:
+    router = FakeRouter(GOOD)
+    app = create_app(router, HttpLimits(max_body_nbytes=100, max_bodies_nbytes=150), GatewayMetrics())
+    statuses: list[int] = []
+    waiting = asyncio.Event()
+
+    async def ask(body: bytes, rest: bytes = b"", go_on: asyncio.Event | None = None) -> None:
+        parts = [body, rest] if go_on else [body]
+
+        async def receive() -> dict[str, Any]:
+            if len(parts) == 1 and go_on:
+                waiting.set()  # what came before has been counted
+                await go_on.wait()
+            if not parts:
+                await asyncio.sleep(TIMEOUT_S)
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await asyncio.wait_for(app(scope, receive, send), TIMEOUT_S)
+
+    async def run() -> None:
+        go_on = asyncio.Event()
+        good = json.dumps(ASK).encode()
+        slow = asyncio.create_task(ask(b" " * (90 - len(good)) + good[:-1], good[-1:], go_on))
+        await asyncio.wait_for(waiting.wait(), TIMEOUT_S)
+        await ask(b" " * (70 - len(good)) + good)
+        assert statuses == [429]
+        await ask(good)
+        go_on.set()
+        await slow
+        await ask(b" " * (90 - len(good)) + good)
+        assert statuses == [429, 200, 200, 200]
+
+    asyncio.run(run())
+
+
 def test_the_router_may_refuse() -> None:
     reply = http(FakeRouter(refused=OverloadedError("8 requests are under way")), body=ASK)
     assert (reply.status, reply.headers["retry-after"]) == (429, "1")

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvferry.core.errors import KVFerryError, RequestCancelledError, TransferTimeoutError
+from kvferry.core.errors import KVFerryError, OverloadedError, RequestCancelledError, TransferTimeoutError
 from kvferry.core.metrics import CONTENT_TYPE
 from kvferry.engine.gateway.answer import Answer
 from kvferry.engine.gateway.errors import (
@@ -48,11 +48,15 @@ class HttpLimits:
 
     Attributes:
         max_body_nbytes: Largest request body.
+        max_bodies_nbytes: All bodies together that are being received or read; beyond it requests are
+            refused as overloaded, so that many large ones cannot take all memory before they count as
+            requests under way.
         body_timeout_s: Time for a client to send its body.
         send_timeout_s: Time for a client to take what is sent before the request is cancelled.
     """
 
     max_body_nbytes: int = 32 << 20
+    max_bodies_nbytes: int = 256 << 20
     body_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
 
@@ -121,6 +125,7 @@ class _Completions:
         self._router = router
         self._limits = limits
         self._metrics = metrics
+        self._bodies = _Bodies(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
@@ -141,9 +146,10 @@ class _Completions:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, arrived: float) -> int:
         served = self._router.served()
-        body = await _read_body(Request(scope, receive), self._limits)
-        # Encoding a long text takes a while: not in the event loop.
-        request = await asyncio.get_running_loop().run_in_executor(None, parse_completion, body, served)
+        with self._bodies.one() as body:
+            data = await body.read(Request(scope, receive))
+            # Encoding a long text takes a while: not in the event loop.
+            request = await asyncio.get_running_loop().run_in_executor(None, parse_completion, data, served)
         call = _Call(self._router, request, arrived, receive)
         try:
             with self._metrics.in_flight.track_inprogress():
@@ -246,27 +252,67 @@ class _Sender:
         await self._put({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
-async def _read_body(request: Request, limits: HttpLimits) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    too_long = InvalidFieldError(f"the body is over the limit of {limits.max_body_nbytes} bytes")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limits.max_body_nbytes:
-        raise too_long  # nobody waits for what is not wanted
+class _Bodies:
+    """The bodies that are being received or read, bounded each and together. For the event loop only."""
 
-    async def read() -> None:
-        nonlocal size
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self.nbytes = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[_Body]:
+        """A body, which counts until the end of the block."""
+        body = _Body(self)
+        try:
+            yield body
+        finally:
+            self.nbytes -= body.nbytes
+
+
+class _Body:
+    """One body on its way."""
+
+    def __init__(self, bodies: _Bodies) -> None:
+        self._bodies = bodies
+        self.nbytes = 0
+
+    async def read(self, request: Request) -> bytes:
+        """All of it.
+
+        Raises:
+            InvalidFieldError: If it is too long, or says that it will be.
+            OverloadedError: If all bodies together are.
+            TransferTimeoutError: If it does not arrive in time.
+        """
+        limits = self._bodies.limits
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal():
+            self._check(int(announced[:20]))  # nobody waits for what is not wanted
+        try:
+            return await asyncio.wait_for(self._parts(request), limits.body_timeout_s)
+        except asyncio.TimeoutError as error:
+            raise TransferTimeoutError(
+                f"the body did not arrive within {limits.body_timeout_s:g} s"
+            ) from error
+
+    async def _parts(self, request: Request) -> bytes:
+        parts: list[bytes] = []
         async for part in request.stream():
-            size += len(part)
-            if size > limits.max_body_nbytes:
-                raise too_long
+            self._check(self.nbytes + len(part))
+            self.nbytes += len(part)
+            self._bodies.nbytes += len(part)
             parts.append(part)
+        return b"".join(parts)
 
-    try:
-        await asyncio.wait_for(read(), limits.body_timeout_s)
-    except asyncio.TimeoutError as error:
-        raise TransferTimeoutError(f"the body did not arrive within {limits.body_timeout_s:g} s") from error
-    return b"".join(parts)
+    def _check(self, nbytes: int) -> None:
+        limits, others = self._bodies.limits, self._bodies.nbytes - self.nbytes
+        if nbytes > limits.max_body_nbytes:
+            raise InvalidFieldError(f"the body is over the limit of {limits.max_body_nbytes} bytes")
+        if nbytes + others > max(limits.max_bodies_nbytes, limits.max_body_nbytes):
+            raise OverloadedError(
+                f"bodies of {others} bytes are being received, no more than "
+                f"{limits.max_bodies_nbytes} may be; try again later"
+            )
 
 
 def create_app(router: RequestRouter, limits: HttpLimits, metrics: GatewayMetrics) -> Starlette:
