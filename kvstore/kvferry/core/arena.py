@@ -12,6 +12,7 @@ from pathlib import Path
 from kvferry.core.allocator import PageAllocator
 from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import CapacityError, ConfigError, StoreError
+from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.segments import MappedSegment, Segment, SegmentInfo, Slot, pages_of
 
 __all__ = [
@@ -68,9 +69,11 @@ class Arena:
         tenant: Whose KV it holds.
         segment_nbytes: Smallest segment; segments grow with the arena.
         shared: See :class:`Segment`.
+        placement: Where the memory comes from; the capacity is rounded down to its granule.
 
     Raises:
-        ConfigError: If the capacity is below a page or above the memory that is available now.
+        ConfigError: If the capacity is below a page or above the memory that is available now, or the
+            placement cannot be had.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Arena:
         tenant: str = "default",
         segment_nbytes: int = _MIN_SEGMENT_NBYTES,
         shared: bool = True,
+        placement: Placement = ANYWHERE,
     ) -> None:
         if capacity_nbytes < PAGE_NBYTES:
             raise ConfigError(
@@ -87,17 +91,20 @@ class Arena:
             )
         if segment_nbytes < 1:
             raise ConfigError(f"segment_nbytes is {segment_nbytes}, must be at least 1")
+        placement.check(capacity_nbytes)
         available = available_memory()
-        if capacity_nbytes > available:
+        if capacity_nbytes > available and not placement.hugepages:
             raise ConfigError(
                 f"an arena of {capacity_nbytes} bytes was asked, {available} bytes of memory are available; "
                 "lower the capacity"
             )
         self.tenant = tenant
-        self.capacity_nbytes = capacity_nbytes // PAGE_NBYTES * PAGE_NBYTES
+        self.placement = placement
+        self._granule = placement.granule_nbytes
+        self.capacity_nbytes = capacity_nbytes // self._granule * self._granule
         self.epoch = uuid.uuid4().hex
         self._shared = shared
-        self._segment_nbytes = pages_of(segment_nbytes) * PAGE_NBYTES
+        self._segment_nbytes = -(-segment_nbytes // self._granule) * self._granule
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
         self._allocators: list[PageAllocator] = []
@@ -205,13 +212,15 @@ class Arena:
         if needed > room:
             return False
         wanted = max(self._segment_nbytes, needed * _SLOTS_A_SEGMENT, self._mapped_nbytes // 8)
-        wanted = max(min(wanted, _MAX_SEGMENT_NBYTES), needed) // PAGE_NBYTES * PAGE_NBYTES
+        wanted = -(-max(min(wanted, _MAX_SEGMENT_NBYTES), needed) // self._granule) * self._granule
         nbytes = room if room - wanted < self._segment_nbytes else wanted
         available = available_memory()
         try:
-            if nbytes > available:
+            if nbytes > available and not self.placement.hugepages:
                 raise MemoryError(f"{available} bytes of memory are available")
-            segment = Segment(len(self._segments), nbytes, self.tenant, shared=self._shared)
+            segment = Segment(
+                len(self._segments), nbytes, self.tenant, shared=self._shared, placement=self.placement
+            )
         except (MemoryError, OSError) as error:
             self._refuse(nbytes, error)
             return False

@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvferry.core.config_types import Nbytes, Seconds, Section, Url
+from kvferry.core.config_tiers import TierConfig
+from kvferry.core.config_types import Kind, Nbytes, Seconds, Section, Url
 
 __all__ = [
     "Config",
@@ -23,6 +24,7 @@ __all__ = [
     "PrefillConfig",
     "StoreConfig",
     "StreamConfig",
+    "TierConfig",
     "WireConfig",
 ]
 
@@ -87,6 +89,36 @@ class StoreConfig(Section):
     )
     lease: Seconds = Field(
         default=30.0, ge=0.1, le=3600, description="How long a reader or writer may hold a block."
+    )
+    write_quota: Annotated[int | None, Kind.SIZE] = Field(
+        default=None,
+        ge=1 * _MIB,
+        le=64 * _TIB,
+        description="Memory that one session may have reserved; all of it if none.",
+    )
+    eviction: str = Field(
+        default="lru", min_length=1, max_length=64, description="What memory evicts first: lru or s3fifo."
+    )
+    low_watermark: float = Field(
+        default=0.85, ge=0, le=1, description="Share of memory at which eviction in the background ends."
+    )
+    high_watermark: float = Field(
+        default=1.0, ge=0, le=1, description="Share of memory at which it begins; at 1 there is none."
+    )
+    hugepages: bool = Field(
+        default=False, description="Memory from the kernel's pool of 2 MiB pages (vm.nr_hugepages)."
+    )
+    numa_node: int | None = Field(
+        default=None, ge=0, le=1023, description="Node that the memory lies on; as the kernel likes if none."
+    )
+    prefetch_jobs: int = Field(
+        default=256, ge=1, le=65536, description="Prefetches waiting before further ones are dropped."
+    )
+    close_timeout: Seconds = Field(
+        default=10.0, ge=0, le=3600, description="For writing what is on its way to slower tiers at the end."
+    )
+    tiers: tuple[TierConfig, ...] = Field(
+        default=(), max_length=8, description="Slower tiers, fastest first; text is kind:path?option=value."
     )
 
 

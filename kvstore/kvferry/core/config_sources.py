@@ -65,12 +65,19 @@ class Loaded:
             value = getattr(getattr(self.config, section), name)
             yield Value(
                 key,
-                "***" if is_secret(field) and value is not None else value,
+                "***" if is_secret(field) and value is not None else _plain(value),
                 show(field, value),
                 self.sources.get(key, "default"),
                 allowed(field),
                 field.description or "",
             )
+
+
+def _plain(value: object) -> object:
+    """Tables as dictionaries, for ``--json``."""
+    if isinstance(value, tuple):
+        return tuple(item.model_dump() if isinstance(item, BaseModel) else item for item in value)
+    return value
 
 
 def fields() -> dict[str, FieldInfo]:

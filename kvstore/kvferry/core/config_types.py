@@ -145,6 +145,12 @@ def _allowed_type(field: FieldInfo, kind: object) -> str:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if kind is bool:
         return "true or false"
+    if (
+        get_origin(kind) is tuple
+        and isinstance(get_args(kind)[0], type)
+        and issubclass(get_args(kind)[0], BaseModel)
+    ):
+        return f"at most {bounds['max_length']} tables, or text with commas"
     if get_origin(kind) is tuple:
         few = f"at least {bounds['min_length']} " if "min_length" in bounds else ""
         return f"{few}address{'es' if few != 'at least 1 ' else ''} (a list, or text with commas)"

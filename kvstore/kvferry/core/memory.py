@@ -15,6 +15,7 @@ from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import LeaseState, SlotLease, SlotReadLease, SlotWriteLease
 from kvferry.core.memory_namespace import MemoryNamespace
+from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.pool import BlockPool, Fill
 from kvferry.core.segments import Slot
 from kvferry.core.sessions import Session
@@ -41,6 +42,7 @@ class MemoryStore:
             the whole capacity if not given.
         session: Owner of the leases taken through the store itself; one of its own if not given.
         eviction: Makes the policy of what is evicted first, from the capacity in bytes.
+        placement: Where the memory comes from.
 
     Raises:
         ConfigError: If the capacity is above available memory, or a value cannot be used.
@@ -55,6 +57,7 @@ class MemoryStore:
         write_quota_nbytes: int | None = None,
         session: Session | None = None,
         eviction: Callable[[int], EvictionPolicy] = LRUPolicy,
+        placement: Placement = ANYWHERE,
     ) -> None:
         if not lease_s > 0:
             raise ConfigError(f"lease_s is {lease_s}, must be above 0")
@@ -62,7 +65,7 @@ class MemoryStore:
             raise ConfigError(f"write_quota_nbytes is {write_quota_nbytes}, must be at least 1")
         self.tenant = tenant
         self.lease_s = lease_s
-        self.arena = Arena(capacity_nbytes, tenant=tenant)
+        self.arena = Arena(capacity_nbytes, tenant=tenant, placement=placement)
         self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
         self._lock = threading.Lock()
         self._cond = threading.Condition(self._lock)

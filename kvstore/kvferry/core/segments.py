@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import ProtocolError, StoreError
+from kvferry.core.placement import ANYWHERE, Placement
 
 __all__ = ["MappedSegment", "Segment", "SegmentInfo", "Slot", "pages_of"]
 
@@ -62,9 +63,13 @@ class SegmentInfo:
     tenant: str
 
 
-def _memfd(name: str, nbytes: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _memfd(name: str, nbytes: int, placement: Placement = ANYWHERE) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | placement.memfd_flags)
     try:
+        if placement.numa_node is not None:  # the node is a property of the file from then on
+            os.ftruncate(fd, nbytes)
+            with mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=_READ_WRITE) as mapping:
+                placement.bind(mapping, nbytes)
         # Takes the pages now: an out-of-memory is an OSError here, not a SIGBUS at the first touch.
         os.posix_fallocate(fd, 0, nbytes)
     except OSError:
@@ -122,6 +127,7 @@ class Segment(_Views):
         nbytes: Size; a multiple of the page size.
         tenant: Whose KV it holds.
         shared: Others may map the data writable; with ``False`` it is sealed like the generations.
+        placement: Where its data comes from; ``nbytes`` is a multiple of its granule.
 
     Raises:
         OSError: If the kernel has no memory or no descriptor left.
@@ -129,9 +135,11 @@ class Segment(_Views):
 
     __slots__ = ("data_fd", "generations_fd")
 
-    def __init__(self, segment: int, nbytes: int, tenant: str, *, shared: bool = True) -> None:
+    def __init__(
+        self, segment: int, nbytes: int, tenant: str, *, shared: bool = True, placement: Placement = ANYWHERE
+    ) -> None:
         table_nbytes = pages_of(nbytes // PAGE_NBYTES * _GENERATION_NBYTES) * PAGE_NBYTES
-        self.data_fd = _memfd("kvferry-segment", nbytes)
+        self.data_fd = _memfd("kvferry-segment", nbytes, placement)
         self.generations_fd = -1
         try:
             self.generations_fd = _memfd("kvferry-generations", table_nbytes)

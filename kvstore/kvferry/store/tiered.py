@@ -18,6 +18,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory import DRAM, MemoryStore
 from kvferry.core.memory_namespace import MemoryNamespace
+from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.pool import Fill, Leave
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
@@ -45,12 +46,14 @@ class StoreOptions:
         prefetch_jobs: Most prefetches that wait; further ones are dropped and counted.
         prefetch_timeout_s: Longest time of one prefetch.
         close_s: Seconds that ``close`` may take to write what is on its way to slower tiers.
+        placement: Where the memory comes from.
     """
 
     watermarks: tuple[float, float] | None = None
     prefetch_jobs: int = 256
     prefetch_timeout_s: float = 60.0
     close_s: float = 10.0
+    placement: Placement = ANYWHERE
 
     def __post_init__(self) -> None:
         if self.watermarks is not None and not 0 <= self.watermarks[0] < self.watermarks[1] <= 1:
@@ -102,7 +105,7 @@ class TieredStore(MemoryStore):
                 raise ConfigError(f"tiers need different names, got {names}")
             super().__init__(
                 capacity_nbytes, tenant=tenant, lease_s=lease_s, write_quota_nbytes=write_quota_nbytes,
-                session=session, eviction=eviction,
+                session=session, eviction=eviction, placement=options.placement,
             )  # fmt: skip
             self.levels = [Level(tier, number, given) for number, (tier, given) in enumerate(pairs)]
         except ConfigError:

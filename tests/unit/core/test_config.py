@@ -14,7 +14,7 @@ import pytest
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from kvferry.core.config import Config, DecodeConfig, PrefillConfig
+from kvferry.core.config import Config, DecodeConfig, PrefillConfig, TierConfig
 from kvferry.core.config_sources import OTHER_VARIABLES, Loaded, fields, load_config
 from kvferry.core.config_types import Kind, Nbytes, Seconds, Section, Url, allowed, is_secret, show
 from kvferry.core.errors import ConfigError
@@ -52,6 +52,13 @@ def _plan(field: FieldInfo, kind: object) -> Plan:
         return Plan([Example(c, f'"{c}"', c) for c in get_args(kind)], ["nonsense"])
     if kind is bool:
         return Plan([Example("false", "false", False), Example("true", "true", True)], ["maybe", "2"])
+    if get_args(kind) and get_args(kind)[0] is TierConfig:
+        tiers = (
+            TierConfig(kind="a", options={"directory": "/x", "n": "1"}),
+            TierConfig(kind="b", name="c", queue=1024),
+        )
+        tables = '[{kind = "a", directory = "/x", n = "1"}, {kind = "b", name = "c", queue = "1KiB"}]'
+        return Plan([Example("a:/x?n=1, b:?name=c&queue=1024", tables, tiers)], ["disk", "a:?queue=0"])
     if get_origin(kind) is tuple:
         assert url is not None
         value = (f"{url.default_scheme}://a:1", f"{url.default_scheme}://b:{url.default_port}")
@@ -84,6 +91,8 @@ def _plan(field: FieldInfo, kind: object) -> Plan:
             [Example(str(low), str(low), low), Example(str(high), str(high), high)],
             [str(low - 1), str(high + 1), "x", "1.5"],
         )
+    if kind is float:
+        return Plan([Example("0.25", "0.25", 0.25)], [str(bound["le"] + 0.1), "x", "nan"])
     assert kind is str, f"say here what to try for {kind}"
     return Plan([Example("some text", '"some text"', "some text")], ["x" * (bound["max_length"] + 1)])
 

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.config import TierConfig
+from kvferry.core.config_sources import load_config
+from kvferry.core.errors import ConfigError, UnknownPluginError
+from kvferry.store import open as open_module
+from kvferry.store import open_store
+from kvferry.store.policies import NeverPromote, OnEvict, S3FIFOPolicy, SecondHitAdmit
+from kvferry.testing.blocks import save_blocks, small_spec
+from kvferry.testing.fake_tier import FakeTier
+from kvferry.testing.store_calls import chain, loaded, settle
+
+SPEC = small_spec("tiered")
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeTier]]:
+    """The tiers of kind ``fake`` that were made."""
+    made: list[FakeTier] = []
+
+    class Listed(FakeTier):
+        def __init__(self, name: str = "fake", capacity_nbytes: int = 0) -> None:
+            super().__init__(name, capacity_nbytes)
+            made.append(self)
+
+    open_module.TIERS.register("fake", Listed)
+    yield made
+    open_module.TIERS.unregister("fake")
+
+
+def test_a_store_of_memory_alone() -> None:
+    store = open_store(load_config(assignments=["store.dram_capacity=1MiB"]).config.store)
+    ns = store.namespace(SPEC)
+    assert save_blocks(ns, chain(ns, 1, 3)) == 3
+    assert loaded(ns, chain(ns, 1, 3)) == 3
+    store.close()
+
+
+def test_tables_of_a_file(tmp_path: Path, fakes: list[FakeTier]) -> None:
+    file = tmp_path / "kvferry.toml"
+    file.write_text(
+        """
+        [store]
+        dram_capacity = "2MiB"
+        eviction = "s3fifo"
+        low_watermark = 0.5
+        high_watermark = 0.75
+        [[store.tiers]]
+        kind = "fake"
+        write = "on_evict"
+        admission = "second_hit"
+        promotion = "never"
+        queue = "3MiB"
+        pause = "2s"
+        capacity = 81920
+        [[store.tiers]]
+        kind = "fake"
+        name = "far"
+        """
+    )
+    loaded_config = load_config(file)
+    store = open_store(loaded_config.config.store, tenant="t")
+    near, far = store.levels
+    assert (near.name, far.name, store.tenant) == ("fake", "far", "t")
+    assert fakes[0].capacity_nbytes == 81920
+    assert isinstance(near.options.write, OnEvict)
+    assert isinstance(near.options.admission, SecondHitAdmit)
+    assert isinstance(near.options.promotion, NeverPromote)
+    assert (near.options.queue_nbytes, near.options.pause_s) == (3 << 20, 2.0)
+    assert far.options.write.full == "drop"
+    assert isinstance(store._pool.policy, S3FIFOPolicy)
+    assert store.options.watermarks == (0.5, 0.75)
+    ns = store.namespace(SPEC)
+    save_blocks(ns, chain(ns, 1, 4))
+    settle(store)
+    assert fakes[1].usage().entries == 4
+    store.close()
+
+
+def test_text_means_the_same_as_a_table(fakes: list[FakeTier]) -> None:
+    text = "fake:?capacity=4096&write=on_evict&name=a, fake:/var/kv%20cache?read_timeout=5s"
+    config = load_config(assignments=[f"store.tiers={text}"]).config.store
+    first, second = config.tiers
+    assert (first.name, first.write, first.options) == ("a", "on_evict", {"capacity": "4096"})
+    assert (second.read_timeout, second.options) == (5.0, {"directory": "/var/kv cache"})
+    for tier in config.tiers:
+        assert TierConfig.model_validate(str(tier)) == tier
+    assert not fakes
+
+
+def test_config_show_has_the_tiers() -> None:
+    found = load_config(assignments=["store.tiers=disk:/x?capacity=1GiB"])
+    value = next(v for v in found.values() if v.key == "store.tiers")
+    assert value.text == "disk:/x?capacity=1GiB"
+    assert "commas" in value.allowed
+    assert isinstance(value.value, tuple)
+    assert value.value[0]["options"] == {"directory": "/x", "capacity": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "match"),
+    [
+        ("disk", "kind:path"),
+        ("fake:?queue=0", "queue"),
+        ("fake:?a=1&a=2", "twice"),
+        ("fake:?pause=0s", "pause"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(tiers: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        load_config(assignments=[f"store.tiers={tiers}"])
+    assert "store.tiers" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "store.tiers=fake:?name=a, nowhere:",
+        "store.tiers=fake:?name=a, fake:?name=a",
+        "store.tiers=fake:?write=sometimes",
+        "store.tiers=fake:?admission=sometimes",
+        "store.tiers=fake:?promotion=sometimes",
+        "store.eviction=oldest",
+    ],
+)
+def test_unknown_plug_ins_are_refused_and_nothing_stays_open(setting: str, fakes: list[FakeTier]) -> None:
+    config = load_config(assignments=[setting]).config.store
+    with pytest.raises(ConfigError) as caught:
+        open_store(config)
+    assert isinstance(caught.value, UnknownPluginError) or "different names" in str(caught.value)
+    assert all(tier._closed for tier in fakes)
+
+
+def test_watermarks_the_wrong_way_round_are_refused() -> None:
+    config = load_config(assignments=["store.high_watermark=0.5"]).config.store
+    with pytest.raises(ConfigError, match="low < high"):
+        open_store(config)
