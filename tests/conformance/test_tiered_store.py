@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 
 from kvferry.core.chains import Block
 from kvferry.core.memory import DRAM
 from kvferry.core.pool import Fill
+from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.level import LevelOptions
 from kvferry.store.policies import LRUPolicy, OnEvict, WriteBack, WriteThrough
 from kvferry.store.tier import Tier
@@ -54,3 +59,17 @@ class TestTwoTiers(_OverFake):
             (FakeTier("near", 20 * 8192), LevelOptions(write=OnEvict())),
             (FakeTier("far"), LevelOptions(write=WriteBack())),
         ]
+
+
+class TestOverDisk(BlockStoreSuite):
+    """Write-through to real files; blocks that are evicted live on there."""
+
+    memory_tier = DRAM
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folders = (tmp_path / str(number) for number in itertools.count())
+
+    def make_store(self, capacity_nbytes: int, *, lease_s: float = 30.0) -> TieredStore:
+        options = DiskOptions((str(next(self.folders)),), 64 << 20)
+        return SettledStore(capacity_nbytes, [DiskTier("disk", options)], lease_s=lease_s)

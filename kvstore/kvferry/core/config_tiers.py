@@ -1,7 +1,7 @@
 """One slower tier in the configuration: a table, or the same in one line of text."""
 
 from typing import Any, cast
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from pydantic import Field, model_validator
 
@@ -95,5 +95,5 @@ def _from_line(text: str) -> dict[str, object]:
         raise ConfigError(f"{text!r} names an option twice")
     found: dict[str, object] = dict(pairs)
     if path:
-        found["directory"] = path
+        found["directory"] = unquote(path)
     return {"kind": kind, **found}
