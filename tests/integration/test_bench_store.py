@@ -113,8 +113,8 @@ MIB = 1 << 20
 def misses(line: dict[str, Any]) -> list[str]:
     """Which bars of the issue a result does not reach.
 
-    Small calls and small files are not judged by a ratio: Python takes some microseconds for each, which do not
-    grow with the block.
+    Small calls and small files are not judged by a ratio: Python takes some microseconds for each, which
+    do not grow with the block.
     """
     scenario, params, ratios = line["scenario"], line["params"], line["ratios"]
     bars = {"verified": line["verified"] or scenario not in BASELINES}
