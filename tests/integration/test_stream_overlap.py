@@ -103,6 +103,24 @@ def test_a_sender_that_waits_for_the_last_layer_breaks_the_bound(store: MemorySt
     assert _ratio(store, SendsAtTheEnd) > BOUND
 
 
+def test_time_on_a_paced_wire_counts_the_pauses_of_small_frames(store: MemoryStore) -> None:
+    """Frames smaller than what a link carries in a few milliseconds arrive whole, after waiting to leave."""
+    kv = PromptKV(kv_spec(LAYERS, kv_heads=1, head_dim=8), 16)
+    seconds = 0.5
+    with DecodeEnd("tcp://127.0.0.1:0", store, kv.spec) as end:
+        channel = end.connect(f"{end.address}?rate={kv.nbytes / seconds:.0f}B/s")
+        sender = LayerSender(channel, kv.spec)
+        sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(60))
+        for layer in range(LAYERS):
+            sender.put_layer(layer, kv.put(layer))
+        handoff = Handoff(prompt_tokens=16, cached_tokens=0, first_token=1, sampling=SamplingParams())
+        done = sender.finish(handoff, deadline_in(60))
+        assert done.kv_nbytes / done.wire_s < 1.2 * kv.nbytes / seconds
+        with end.receiver(deadline_in(10)) as receiver:
+            receiver.wait(deadline_in(10))
+        channel.close()
+
+
 def test_decode_uses_layers_before_the_last_has_arrived(store: MemoryStore) -> None:
     kv = PromptKV(SPEC, 64)
     with DecodeEnd("tcp://127.0.0.1:0", store, SPEC) as end:

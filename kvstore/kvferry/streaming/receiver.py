@@ -90,6 +90,7 @@ class LayerReceiver:
         self._closed = False
         self._kv_nbytes = 0
         self._wire_s = 0.0
+        self._started_at = 0.0
         self._complete_at = 0.0
 
     def __repr__(self) -> str:
@@ -130,7 +131,11 @@ class LayerReceiver:
 
     @property
     def wire_s(self) -> float:
-        """Busy time: for each frame from its first byte here until its payload was in place, in sum."""
+        """Busy time on the wire, in sum over the frames, as the slower of both ends saw it.
+
+        Here a frame takes from its first byte until its payload is in place; at the sender it takes as
+        long as sending it, its pacing included.
+        """
         return self._wire_s
 
     @property
@@ -149,6 +154,7 @@ class LayerReceiver:
             CapacityError: If there is no room for the missing blocks.
             KVFerryError: Any other error; after each of them nothing is held.
         """
+        self._started_at = time.monotonic()
         with self._ending_on_error():
             begin, spec = self._begin, self._namespace.spec
             scope = self._namespace.scope
@@ -235,6 +241,10 @@ class LayerReceiver:
             incoming.discard(deadline)
             if isinstance(message, FinishStream):
                 self._check_complete()
+                # A sender that paces is busy while nothing arrives; one that fills the kernel's buffers
+                # is done before we are.
+                longest = time.monotonic() - self._started_at
+                self._wire_s = max(self._wire_s, min(message.wire_s, longest))
                 return message.handoff
             if isinstance(message, AbortStream):
                 raise RequestCancelledError(f"{self}: the sender gave up: {message.reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class LayerSender:
         self._threads: list[threading.Thread] = []
         self._acks_ended = threading.Event()
         self._begun = False
+        self._wire_s = 0.0
 
     @property
     def error(self) -> Exception | None:
@@ -282,7 +284,9 @@ class LayerSender:
         try:
             while (frame := self._next_frame()) is not None:
                 message = PutLayer(layer=frame.layer, blocks=frame.blocks)
+                started_at = time.monotonic()
                 self._channel.send(message, frame.parts, deadline=self._deadline)
+                self._wire_s += time.monotonic() - started_at
                 del frame  # waiting for the next one must not hold the memory of this one
             self._send_end()
         except KVFerryError as exc:
@@ -312,7 +316,7 @@ class LayerSender:
         with self._cond:
             handoff, error = self._handoff, self._error
         if error is None and handoff is not None:
-            self._channel.send(FinishStream(handoff=handoff), deadline=self._deadline)
+            self._channel.send(FinishStream(handoff=handoff, wire_s=self._wire_s), deadline=self._deadline)
         elif isinstance(error, RequestCancelledError):
             with contextlib.suppress(TransportError):
                 self._channel.send(AbortStream(reason=str(error)), deadline=deadline_in(_ABORT_TIMEOUT_S))

@@ -225,13 +225,14 @@ class LayerAck(Message, frozen=True, tag="layer_ack"):
 
 
 class FinishStream(Message, frozen=True, tag="finish_stream"):
-    """All layers of all missing blocks were sent."""
+    """All layers of all missing blocks were sent; ``wire_s`` is how long the sender was sending them."""
 
     handoff: Handoff
+    wire_s: Seconds = 0.0
 
 
 class StreamDone(Message, frozen=True, tag="stream_done"):
-    """All KV is in place and published. ``wire_s`` is the receiver's busy time on the wire."""
+    """All KV is in place and published. ``wire_s`` is the busy time on the wire, as the slower end saw it."""
 
     stored_blocks: Count
     kv_nbytes: Count

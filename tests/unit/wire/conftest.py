@@ -108,7 +108,7 @@ def _examples() -> list[Example]:
         Example("stream_ready", m.StreamReady(missing=(0, 1, 300), ring=4)),
         Example("put_layer", m.PutLayer(layer=1, blocks=(0, 70000)), bytes(range(256)) * 4),
         Example("layer_ack", m.LayerAck(count=2)),
-        Example("finish_stream", m.FinishStream(handoff=handoff)),
+        Example("finish_stream", m.FinishStream(handoff=handoff, wire_s=0.25)),
         Example("stream_done", m.StreamDone(stored_blocks=2, kv_nbytes=4096, wire_s=0.125, complete_at=3.0)),
         Example("abort_stream", m.AbortStream(reason="prefill stopped")),
         Example("describe", m.Describe()),
