@@ -154,7 +154,7 @@ class TieredStore(MemoryStore):
 
         Returns:
             ``False`` at the deadline, or if blocks were lost to a slower tier since the last call: dropped
-            at a full queue, or because the tier failed.
+            at a full queue, refused for want of room, or because the tier failed.
         """
         with self._cond:
             self._require_open()

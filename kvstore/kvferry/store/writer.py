@@ -65,7 +65,7 @@ class TierWriter:
 
     Attributes:
         queued_nbytes: Of jobs that wait or are under way.
-        lost_blocks: Blocks that did not reach the tier: dropped, or the write failed.
+        lost_blocks: Blocks that did not reach the tier: dropped, refused, or the write failed.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class TierWriter:
         if result is not None and result.outcome in _DONE and not job.cancelled:
             block.places |= self.level.bit
             self.level.written(job.namespace.namespace_id, [key])
-        elif result is not None and result.outcome is WriteOutcome.FAILED:
+        elif result is not None and result.outcome not in _DONE:
             self._count_loss(job)
         self._end(job, name)
 
