@@ -4,7 +4,7 @@
 #   make test-real  the tests that need the real model, which is fetched once (93 MB)
 #   make soak       everything at full scale, and the real model's tests
 #   make lint       style, types, layers, nothing newer than Python 3.10
-#   make bench      benchmarks                                            (options: make bench ARGS="--list")
+#   make bench      layer streaming                                       (others: make bench ARGS=list)
 #   make clean      removes .venv and everything that was built
 # make PYTHON=/path/to/python3 ... chooses the Python of .venv.
 
@@ -55,7 +55,7 @@ soak: setup-dev
 	@$(BIN)/python -m pytest -m "soak or real_model" --timeout 3600 --durations=15 $(ARGS)
 
 bench: setup-demo
-	@$(BIN)/kvferry bench $(ARGS)
+	@$(BIN)/kvferry bench $(if $(ARGS),$(ARGS),stream)
 
 lint: lint-style lint-types lint-layers lint-py310
 

@@ -7,6 +7,8 @@ ends when its standard input closes (so it never outlives the benchmark).
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,8 +84,6 @@ class PeerProcess:
 
     def cpu_s(self) -> float:
         """Processor seconds that it has used."""
-        import os
-
         fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -93,7 +93,8 @@ class PeerProcess:
 
 
 def main() -> None:
-    """Serve until standard input closes."""
+    """Serve until standard input closes, as it does however the benchmark ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     parser.add_argument("--capacity", type=int, required=True)
     store = MemoryStore(parser.parse_args().capacity, lease_s=_IDLE_S)

@@ -29,11 +29,11 @@ def _against(result: Result) -> str:
 def print_table(results: Sequence[Result], console: Console) -> None:
     """Print one row a result: the figure, its quartiles, and each baseline with the paired ratio."""
     table = Table(title="kvferry bench", title_justify="left", show_lines=True)
-    table.add_column("scenario")
+    table.add_column("scenario", overflow="fold", min_width=24)
     table.add_column("value", no_wrap=True)
-    table.add_column("in the same run: ratio (quartiles) to", no_wrap=True)
+    table.add_column("in the same run: ratio (quartiles) to", overflow="fold")
     for result in results:
-        params = "  ".join(f"{k}={v}" for k, v in result.params.items())
+        params = " ".join(f"{k}={v}" for k, v in result.params.items())
         low, high = result.spread
         checked = "\n[green]bytes compared[/green]" if result.verified else ""
         table.add_row(

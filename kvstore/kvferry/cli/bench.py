@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from kvferry.bench.results import Result
 
 __all__ = ["app"]
+
+_WIDTH = 120
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -120,22 +124,20 @@ def store(
 def _run(group: str, options: Options, *, as_json: bool) -> None:
     """Run a group with progress on standard error; results go to standard output."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from kvferry.bench.registry import run_group
     from kvferry.bench.report import print_table
+    from kvferry.cli.progress import progress_lines
 
+    # SIGTERM ends it as an exit, so that child processes and folders go with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: list[Result] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"{group}: starting")
-
-        def progress(label: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{label}: run {done} of {total}")
-
+    with progress_lines(f"kvferry bench {group}: starting, {options.runs} runs of each") as progress:
         for result in run_group(group, options, progress):
             results.append(result)
             if as_json:
                 typer.echo(result.to_json())
     if not as_json:
-        print_table(results, Console())
+        console = Console()
+        # nobody's terminal: nothing is cut
+        print_table(results, console if console.is_terminal else Console(width=_WIDTH))

@@ -134,6 +134,7 @@ def test_at_most_ring_frames_are_under_way_and_put_layer_never_waits(peer: Peer,
     assert channel.receive_idle(deadline_in(0.2)) is None, "finished with frames unacknowledged"
     channel.send(LayerAck(count=3), deadline=deadline_in(5))
     finish = _take(channel, FinishStream)
+    assert isinstance(finish, FinishStream)
     assert finish.handoff == HANDOFF
     assert finish.wire_s > 0
     channel.send(DONE, deadline=deadline_in(5))
