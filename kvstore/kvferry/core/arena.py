@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,6 +176,14 @@ class Arena:
     def is_current(self, slot: Slot) -> bool:
         """Whether ``slot`` is still in use under its generation."""
         return not self._closed and self._find(slot)[0].generation(slot.offset) == slot.generation
+
+    def first_stale(self, slots: Iterable[Slot]) -> Slot | None:
+        """The first of ``slots`` that was freed since, ``None`` if all are still in use."""
+        segments = self._segments
+        for slot in slots:  # written out: a lease of many blocks is checked at its release
+            if self._closed or segments[slot.segment].generation(slot.offset) != slot.generation:
+                return slot
+        return None
 
     def layout(self) -> ArenaLayout:
         """The present segments, in the order of :meth:`descriptors`."""

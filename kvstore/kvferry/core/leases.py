@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -74,8 +74,8 @@ class LeaseOwner(Protocol):
         """The writable bytes of a slot."""
         ...
 
-    def slot_is_current(self, slot: Slot) -> bool:
-        """Whether the slot was not freed since."""
+    def first_stale(self, slots: Sequence[Slot]) -> Slot | None:
+        """The first slot that was freed since, if any."""
         ...
 
     def renew(self, lease: SlotLease) -> None:
@@ -210,11 +210,11 @@ class SlotReadLease(SlotLease):
         Raises:
             LeaseExpiredError: If the lease is past its deadline, has ended, or a slot was used again.
         """
-        for slot in self.slots:
-            if not self._owner.slot_is_current(slot):
-                raise LeaseExpiredError(
-                    f"read lease {self.lease_id}: {slot} was used again; what was read is void"
-                )
+        stale = self._owner.first_stale(self.slots)
+        if stale is not None:
+            raise LeaseExpiredError(
+                f"read lease {self.lease_id}: {stale} was used again; what was read is void"
+            )
         self.require_active()
 
     def release(self) -> None:

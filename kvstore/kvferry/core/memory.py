@@ -162,9 +162,9 @@ class MemoryStore:
         """The writable bytes of a slot."""
         return self.arena.view(slot)
 
-    def slot_is_current(self, slot: Slot) -> bool:
-        """Whether the slot was not freed since."""
-        return self.arena.is_current(slot)
+    def first_stale(self, slots: Sequence[Slot]) -> Slot | None:
+        """The first slot that was freed since, if any."""
+        return self.arena.first_stale(slots)
 
     def end_read(self, lease: SlotReadLease) -> bool:
         """See :meth:`SlotReadLease.release`."""

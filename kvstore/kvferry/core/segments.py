@@ -11,9 +11,6 @@ import mmap
 import os
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import ProtocolError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
@@ -83,7 +80,7 @@ class _Views:
 
     __slots__ = ("_data", "_generations", "info")
 
-    def __init__(self, info: SegmentInfo, data: memoryview, generations: npt.NDArray[np.uint64]) -> None:
+    def __init__(self, info: SegmentInfo, data: memoryview, generations: memoryview) -> None:
         self.info = info
         self._data: memoryview | None = data
         self._generations = generations
@@ -112,7 +109,7 @@ class _Views:
             raise StoreError(
                 f"offset {offset} is outside segment {self.info.segment} of {self.info.nbytes} bytes"
             )
-        return int(self._generations[offset // PAGE_NBYTES])
+        return self._generations[offset // PAGE_NBYTES]
 
 
 class Segment(_Views):
@@ -152,9 +149,7 @@ class Segment(_Views):
         except OSError:
             self._close_descriptors()
             raise
-        super().__init__(
-            SegmentInfo(segment, nbytes, tenant), memoryview(data), np.frombuffer(table, np.uint64)
-        )
+        super().__init__(SegmentInfo(segment, nbytes, tenant), memoryview(data), memoryview(table).cast("Q"))
 
     def raise_generation(self, offset: int) -> None:
         """Count the page at ``offset`` up, so that whoever still reads there finds out.
@@ -162,7 +157,7 @@ class Segment(_Views):
         One aligned store of eight bytes; it is ordered before the next user's first write by the
         release and taking of the store's lock in between.
         """
-        self._generations[offset // PAGE_NBYTES] += np.uint64(1)
+        self._generations[offset // PAGE_NBYTES] += 1
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last view. A second call does nothing."""
@@ -206,7 +201,7 @@ class MappedSegment(_Views):
         flags = mmap.MAP_SHARED | _POPULATE
         data = mmap.mmap(data_fd, info.nbytes, flags=flags, prot=prot)
         table = mmap.mmap(generations_fd, table_nbytes, flags=flags, prot=mmap.PROT_READ)
-        super().__init__(info, memoryview(data), np.frombuffer(table, np.uint64))
+        super().__init__(info, memoryview(data), memoryview(table).cast("Q"))
         self.writable = writable
 
     @staticmethod
