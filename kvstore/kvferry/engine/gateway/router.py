@@ -241,6 +241,8 @@ class _Run:
             RequestCancelledError: If nobody wants the answer, or the other leg failed while it mattered.
             KVFerryError: What the worker reports, or what became of it.
         """
+        if self._router.closing:
+            raise OverloadedError("the gateway is shutting down")
         if self._cancelled.is_set():
             raise RequestCancelledError("the client has gone")
         if self._failed.is_set() or (self._prefill_failed.is_set() and not self._tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 _ROLE = "gateway"
 _BACKLOG = 256
+_ANSWER_S = 3.0
+"""For the last answers to leave after requests were cancelled."""
 
 
 class _Server(uvicorn.Server):
@@ -83,7 +86,7 @@ def serve(config: Config, stop: StopSignal) -> None:
             access_log=False,
             lifespan="off",
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(config.gateway.drain)),
+            timeout_graceful_shutdown=math.ceil(config.gateway.drain + _ANSWER_S),
         )
     )
     thread = threading.Thread(target=server.run, args=([bound],), name="kvferry-gateway-http", daemon=True)
@@ -94,8 +97,9 @@ def serve(config: Config, stop: StopSignal) -> None:
         stop.wait(thread.is_alive)
     finally:
         server.should_exit = True
-        thread.join(config.gateway.drain + 5.0)
-        router.close()
+        thread.join(config.gateway.drain)
+        router.close()  # requests that still run are answered with an error, not cut off
+        thread.join(2 * _ANSWER_S)
         bound.close()
 
 
