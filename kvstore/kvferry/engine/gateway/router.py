@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from kvferry.core.clock import deadline_in, earliest, is_past, time_left
 from kvferry.core.errors import (
@@ -51,6 +52,8 @@ _STOP_TIMEOUT_S = 5.0
 _LEAST_TIMEOUT_S = 0.001
 
 M = TypeVar("M", bound=Message)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class Router:
         self._runs: set[_Run] = set()
         self.closing = False
         # Two legs a request: never fewer threads than legs, or one would wait for the other for ever.
-        self.threads = ThreadPoolExecutor(2 * max_in_flight, thread_name_prefix="kvferry-gateway-leg")
+        self._threads = ThreadPoolExecutor(2 * max_in_flight, thread_name_prefix="kvferry-gateway-leg")
 
     def served(self) -> ServedModel:
         """What can be asked for now.
@@ -131,8 +134,23 @@ class Router:
                     "try again later"
                 )
             self._runs.add(run)
-        self.threads.submit(run.main)
+        try:
+            self.start(run.main)
+        except OverloadedError:
+            self.forget(run)
+            raise
         return run
+
+    def start(self, work: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
+        """Run ``work`` in a thread.
+
+        Raises:
+            OverloadedError: If the gateway is shutting down.
+        """
+        try:
+            return self._threads.submit(work, *args, **kwargs)
+        except RuntimeError as error:  # shut down between a check and here
+            raise OverloadedError("the gateway is shutting down") from error
 
     def forget(self, run: _Run) -> None:
         """A request has ended."""
@@ -147,7 +165,7 @@ class Router:
         for run in runs:
             run.cancel()
         self.fleet.close()
-        self.threads.shutdown(wait=True)
+        self._threads.shutdown(wait=True)
         self.pools.close()
         self.limiter.flush()
 
@@ -204,7 +222,7 @@ class _Run:
         try:
             with self._leg(pair.decode, self._deadline) as channel:
                 ready = self._admit(channel)
-                prefilling = self._router.threads.submit(self._prefill, pair.prefill, ready.kv_address)
+                prefilling = self._router.start(self._prefill, pair.prefill, ready.kv_address)
                 finished = self._decode(channel)
                 offset = _offset(channel)
         except KVFerryError:
