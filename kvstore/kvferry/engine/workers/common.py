@@ -23,6 +23,7 @@ from kvferry.engine.model import Model
 from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
+from kvferry.store import open_store
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
 
@@ -137,9 +138,10 @@ def load_engine(config: Config) -> Engine:
     if not found:
         log.warning("model %s has no revision: entries are keyed by name only", name)
     kv = _paged_kv(config, model)
-    store = MemoryStore(config.store.dram_capacity, lease_s=config.store.lease)
     limit = _max_model_len(config, model.config, kv)
-    return Engine(config, model, model.config, kv, store, kv.spec(name, found), limit)
+    spec = kv.spec(name, found)
+    store = open_store(config.store)  # last: it may have threads and files, which only its close() ends
+    return Engine(config, model, model.config, kv, store, spec, limit)
 
 
 def _paged_kv(config: Config, model: Model) -> PagedKV:

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.store.breaker import Breaker
+
+
+class Time:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def breaker(clock: Time) -> Breaker:
+    return Breaker("t", errors=3, pause_s=2.0, max_pause_s=5.0, clock=clock)
+
+
+def fail(breaker: Breaker, count: int = 1) -> None:
+    breaker.leave(failures=count, successes=0, reason="broken")
+
+
+def test_it_opens_after_so_many_errors_in_a_row(breaker: Breaker) -> None:
+    fail(breaker, 2)
+    breaker.leave(failures=1, successes=1)
+    fail(breaker, 2)
+    assert breaker.enter()
+    fail(breaker)
+    assert breaker.is_open
+    assert not breaker.ready
+    assert not breaker.enter()
+    assert breaker.opened == 1
+
+
+def test_after_the_pause_one_at_a_time_may_try(breaker: Breaker, clock: Time) -> None:
+    fail(breaker, 3)
+    clock.now += 1.9
+    assert not breaker.enter()
+    clock.now += 0.1
+    assert breaker.ready
+    assert breaker.enter()
+    assert not breaker.ready
+    assert not breaker.enter()
+    breaker.leave(failures=0, successes=0)  # a miss says nothing
+    assert breaker.is_open
+    assert breaker.enter()
+    breaker.leave(failures=0, successes=1)
+    assert not breaker.is_open
+    assert breaker.enter()
+
+
+def test_pauses_get_longer_up_to_a_bound_and_start_anew(breaker: Breaker, clock: Time) -> None:
+    fail(breaker, 3)
+    for pause in (2.0, 4.0, 5.0, 5.0):
+        clock.now += pause - 0.01
+        assert not breaker.enter()
+        clock.now += 0.02
+        assert breaker.enter()
+        fail(breaker)
+    clock.now += 5.0
+    assert breaker.enter()
+    breaker.leave(failures=0, successes=1)
+    fail(breaker, 3)
+    clock.now += 2.0
+    assert breaker.enter()
+    assert breaker.opened == 2
+
+
+def test_calls_that_were_under_way_when_it_opened_change_nothing(breaker: Breaker, clock: Time) -> None:
+    fail(breaker, 3)
+    fail(breaker, 8)
+    clock.now += 2.0
+    assert breaker.enter()
+
+
+def test_one_line_when_it_opens_and_one_when_it_closes(
+    breaker: Breaker, clock: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for _ in range(4):
+            fail(breaker, 3)
+            clock.now += 60
+            assert breaker.enter()
+        breaker.leave(failures=0, successes=1)
+        breaker.leave(failures=0, successes=1)
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
+    assert "broken" in caplog.records[0].message
+
+
+@pytest.mark.parametrize("bad", [{"errors": 0}, {"pause_s": 0.0}, {"pause_s": 9.0, "max_pause_s": 1.0}])
+def test_values_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="breaker of tier x"):
+        Breaker("x", **bad)  # type: ignore[arg-type]
