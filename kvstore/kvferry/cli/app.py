@@ -78,7 +78,7 @@ def _import_command(name: str, entry: CommandEntry) -> Any:
     if isinstance(found, typer.Typer):
         group = found
     else:
-        group = typer.Typer(add_completion=False)
+        group = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         group.command(name)(cast("Callable[..., object]", found))
     command = typer.main.get_command(group)
     command.name = name
@@ -88,6 +88,7 @@ def _import_command(name: str, entry: CommandEntry) -> Any:
 app = typer.Typer(
     cls=_LazyGroup,
     add_completion=False,
+    rich_markup_mode="markdown",  # joins the lines of a docstring's paragraph, leaves [brackets] alone
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -160,4 +161,6 @@ def _missing_extra(error: Exception, args: Sequence[str]) -> str | None:
     name = next((arg for arg in args if arg in COMMANDS), None)
     if name is None or not COMMANDS[name].extra:
         return None
-    return f"kvferry {name} needs {error.name}: pip install 'kvferry[{COMMANDS[name].extra}]'"
+    from kvferry.core.install_hint import install_hint
+
+    return f"kvferry {name} needs {error.name}: {install_hint(COMMANDS[name].extra)}"

@@ -18,7 +18,7 @@ __all__ = ["app"]
 
 _WIDTH = 120
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 Runs = Annotated[int, typer.Option(min=1, help="Rounds that count; 9 or more for figures to quote.")]
 Text = Optional[str]  # noqa: UP045  typer evaluates it

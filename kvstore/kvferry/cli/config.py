@@ -10,7 +10,7 @@ from kvferry.core.config_sources import load_config
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Look at the configuration.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 
 @app.callback()
@@ -20,7 +20,10 @@ def _config() -> None:
 
 @app.command("show")
 def show(*, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Show every value, where it comes from and what is allowed."""
+    """Show every value, where it comes from and what is allowed.
+
+    Where the terminal is too narrow for all four columns, the last is left out.
+    """
     loaded = load_config(config, assignments=sets or ())
     values = list(loaded.values())
     if as_json:
@@ -30,4 +33,5 @@ def show(*, config: ConfigFile = None, sets: Sets = None, as_json: Json = False)
         }
         print_json({"config": rows})
         return
-    print_table(("key", "value", "source", "allowed"), [(v.key, v.text, v.source, v.allowed) for v in values])
+    rows_of_text = [(v.key, v.text, v.source, v.allowed) for v in values]
+    print_table(("key", "value", "source", "allowed"), rows_of_text, optional=1)

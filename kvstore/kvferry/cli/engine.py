@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from kvferry.cli.options import ConfigFile, Sets, load_and_log
+from kvferry.cli.options import ConfigFile, Flags, Sets, load_and_log
 
 __all__ = ["decode", "gateway", "prefill"]
 
@@ -45,7 +45,7 @@ def prefill(
     Prints one line `ready role=prefill listen=URL …` when it takes requests. SIGTERM ends it in good
     order, a second one at once.
     """
-    flags = {**_model_flags(model, name, max_model_len, threads), "prefill.listen": listen}
+    flags = {**_model_flags(model, name, max_model_len, threads), "prefill.listen": ("--listen", listen)}
     loaded = load_and_log(config, sets, flags)
     from kvferry.engine.workers.main import run_prefill
 
@@ -76,8 +76,8 @@ def decode(
     """
     flags = {
         **_model_flags(model, name, max_model_len, threads),
-        "decode.listen": listen,
-        "decode.kv_listen": kv_listen,
+        "decode.listen": ("--listen", listen),
+        "decode.kv_listen": ("--kv-listen", kv_listen),
     }
     loaded = load_and_log(config, sets, flags)
     from kvferry.engine.workers.main import run_decode
@@ -112,10 +112,10 @@ def gateway(
     matching pair of workers is up.
     """
     flags = {
-        "gateway.listen": listen,
-        "gateway.prefill": prefill_workers or None,
-        "gateway.decode": decode_workers or None,
-        "model.path": model,
+        "gateway.listen": ("--listen", listen),
+        "gateway.prefill": ("--prefill", prefill_workers or None),
+        "gateway.decode": ("--decode", decode_workers or None),
+        "model.path": ("--model", model),
     }
     loaded = load_and_log(config, sets, flags)
     from kvferry.engine.gateway.server import serve
@@ -126,10 +126,10 @@ def gateway(
 
 def _model_flags(
     model: str | None, name: str | None, max_model_len: int | None, threads: int | None
-) -> dict[str, object]:
+) -> Flags:
     return {
-        "model.path": model,
-        "model.name": name,
-        "model.max_model_len": max_model_len,
-        "model.threads": threads,
+        "model.path": ("--model", model),
+        "model.name": ("--model-name", name),
+        "model.max_model_len": ("--max-model-len", max_model_len),
+        "model.threads": ("--threads", threads),
     }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional, TypeAlias
 
 import typer
 
 if TYPE_CHECKING:
     from kvferry.core.config import Config
 
-__all__ = ["ConfigFile", "Json", "Sets", "load_and_log"]
+__all__ = ["ConfigFile", "Flags", "Json", "Sets", "load_and_log"]
 
 ConfigFile = Annotated[
     Optional[str],  # noqa: UP045  typer evaluates it
@@ -22,23 +22,25 @@ Sets = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
 
+Flags: TypeAlias = Mapping[str, tuple[str, object]]
+"""Dotted key to the option as users write it and its value; a value of ``None`` was not given."""
 
-def load_and_log(
-    config: str | None, assignments: Sequence[str] | None, flags: Mapping[str, object] | None = None
-) -> Config:
+
+def load_and_log(config: str | None, assignments: Sequence[str] | None, flags: Flags | None = None) -> Config:
     """Read the configuration for a command that runs on, and set up its log lines.
 
     Args:
         config: The value of :data:`ConfigFile`.
         assignments: The value of :data:`Sets`.
-        flags: Values of the command's own options by dotted key; ``None`` values were not given.
+        flags: Of the command's own options, by dotted key.
 
     Raises:
         ConfigError: As :func:`kvferry.core.config_sources.load_config`.
     """
     from kvferry.core import log
-    from kvferry.core.config_sources import load_config
+    from kvferry.core.config_sources import Flag, load_config
 
-    loaded = load_config(config, assignments=assignments or (), flags=flags)
+    named = {key: Flag(option, value) for key, (option, value) in (flags or {}).items()}
+    loaded = load_config(config, assignments=assignments or (), flags=named)
     log.configure(loaded.config.log.level, loaded.config.log.format)
     return loaded.config

@@ -15,18 +15,29 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
-def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on standard output, as wide as the terminal; into a pipe nothing is cut."""
+def print_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, optional: int = 0) -> None:
+    """Print a table on standard output, as wide as the terminal; nothing is cut, long cells are folded.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells of each line.
+        optional: How many of the last columns may be left out where the terminal is too narrow for all.
+    """
     from rich.console import Console
     from rich.table import Table
 
     console = Console(soft_wrap=False)
-    table = Table(*header, box=None, pad_edge=False, header_style="bold")
-    cells = [[str(cell) for cell in row] for row in rows]
-    for row in cells:
-        table.add_row(*row)
+    lines = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
     if not console.is_terminal:
-        lines = [list(header), *cells]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        console.width = sum(widths) + 2 * len(widths)
+        console.width = sum(widths)
+    shown = len(widths)
+    while shown > len(widths) - optional and sum(widths[:shown]) - 2 > console.width:
+        shown -= 1
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(header[:shown]):
+        whole = number == 0 and widths[0] <= console.width // 2  # names are worth nothing in pieces
+        table.add_column(name, overflow="fold", no_wrap=whole)
+    for line in lines[1:]:
+        table.add_row(*line[:shown])
     console.print(table, markup=False, highlight=False)

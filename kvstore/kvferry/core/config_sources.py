@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from kvferry.core.config_types import allowed, is_secret, show
 from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
 
-__all__ = ["OTHER_VARIABLES", "Loaded", "Value", "fields", "load_config"]
+__all__ = ["OTHER_VARIABLES", "Flag", "Loaded", "Value", "check_environment", "fields", "load_config"]
 
 PREFIX = "KVFERRY_"
 
@@ -51,12 +51,20 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Flag:
+    """The value of a command's own option, with the option's name for messages."""
+
+    option: str
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A configuration, and where each value that is no default came from."""
 
     config: Config
     sources: Mapping[str, str]
-    """Dotted key to ``FILE``, ``environment KVFERRY_…``, ``--set`` or ``flag``; defaults are left out."""
+    """Dotted key to ``FILE``, ``environment KVFERRY_…``, ``--set`` or an option; defaults are left out."""
 
     def values(self) -> Iterator[Value]:
         """Every value, in the order of the tree."""
@@ -109,7 +117,8 @@ def load_config(
     Args:
         file: A TOML file; ``None`` takes the one that ``$KVFERRY_CONFIG`` names, if any.
         assignments: ``key=value`` each, from ``--set``.
-        flags: Values of a command's own options by dotted key; ``None`` values were not given.
+        flags: Values of a command's own options by dotted key, as they are or as :class:`Flag`; ``None``
+            values were not given.
 
     Raises:
         ConfigError: For a file that cannot be read, an unknown key, or values that are not allowed; the
@@ -120,19 +129,38 @@ def load_config(
     for found in (_from_file(file), _from_environment(), _from_assignments(assignments)):
         for key, (value, source) in found.items():
             merged[key], sources[key] = value, source
-    for key, value in (flags or {}).items():
-        if value is not None:
-            _check_key(key, "flag")
-            merged[key], sources[key] = value, "flag"
+    for key, given in (flags or {}).items():
+        flag = given if isinstance(given, Flag) else Flag("flag", given)
+        if flag.value is not None:
+            _check_key(key, flag.option)
+            merged[key], sources[key] = flag.value, flag.option
+    return Loaded(_validated(merged, sources), sources)
+
+
+def check_environment(names: Iterable[str]) -> None:
+    """Check only these variables of the environment, if they are set: a child process will read them.
+
+    Raises:
+        ConfigError: As :func:`load_config`, for one of them.
+    """
+    merged: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    for name in names:
+        if (value := os.environ.get(name)) is not None:
+            key = _check_variable(name)
+            merged[key], sources[key] = value, f"environment {name}"
+    _validated(merged, sources)
+
+
+def _validated(merged: Mapping[str, object], sources: Mapping[str, str]) -> Config:
     tree: dict[str, dict[str, object]] = {}
     for key, value in merged.items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
     try:
-        config = Config.model_validate(tree)
+        return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_explain(error, merged, sources)) from None  # its own text would show secrets
-    return Loaded(config, sources)
 
 
 _Found = dict[str, tuple[object, str]]
@@ -146,6 +174,8 @@ def _from_file(file: str | os.PathLike[str] | None) -> _Found:
     if file is None:
         return {}
     path = Path(file).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"configuration file {named}: it is a folder, must be a TOML file")
     if not path.is_file():
         raise ConfigError(f"configuration file {named}: there is no such file")
     try:

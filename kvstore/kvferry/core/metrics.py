@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from kvferry.core.errors import ConfigError
 
@@ -143,4 +145,21 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics in the text format of Prometheus, of type :data:`CONTENT_TYPE`."""
-        return generate_latest(self._registry)
+        return generate_latest(_WithoutCreated(self._registry))
+
+
+class _WithoutCreated(Collector):
+    """A registry without the ``_created`` series: a gauge more for every counter, which nobody asks for.
+
+    The library's own switch is one for the whole process, which belongs to the engine that embeds us.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, each as a copy."""
+        for metric in self._registry.collect():
+            kept = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            kept.samples = [s for s in metric.samples if s.name != f"{metric.name}_created"]
+            yield kept

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar, cast
 
 from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPluginError
+from kvferry.core.install_hint import install_hint
 from kvferry.core.nearest import did_you_mean
 
 __all__ = ["GROUPS", "PluginInfo", "Registry"]
@@ -177,7 +178,8 @@ def _pip_hint(point: EntryPoint, missing: str | None) -> str:
     """
     own = _distribution(point)
     if point.extras:
-        return f"pip install '{own}[{','.join(point.extras)}]'"
+        extras = ",".join(point.extras)
+        return install_hint(extras) if own == "kvferry" else f"pip install '{own}[{extras}]'"
     if missing and missing.partition(".")[0] != point.module.partition(".")[0]:
         return f"install the distribution that has the module {missing}"
     return f"the installation of {own} is incomplete: pip install --force-reinstall {own}"

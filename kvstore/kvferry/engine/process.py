@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
+import re
+import shlex
 import signal
 import threading
 from collections.abc import Callable
@@ -19,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _EXIT_FORCED = 1
+_NEEDS_QUOTES = re.compile(r"[\s'\"\\]")
 
 
 class StopSignal:
@@ -61,10 +65,15 @@ class StopSignal:
 def print_ready(role: str, **fields: object) -> None:
     """One line on standard output for whoever started the process: ``ready role=… listen=…``.
 
-    Values have no spaces; a port that was asked as 0 is the real one.
+    A value with spaces, quotes or backslashes is quoted as a shell would have it, so ``shlex.split`` gives
+    the fields; a port that was asked as 0 is the real one.
     """
-    words = [f"role={role}", *(f"{k}={str(v).replace(' ', '_')}" for k, v in fields.items())]
+    words = [f"role={role}", *(f"{k}={_quoted(str(v))}" for k, v in fields.items())]
     print("ready", *words, flush=True)
+
+
+def _quoted(value: str) -> str:
+    return shlex.quote(value) if not value or _NEEDS_QUOTES.search(value) else value
 
 
 def is_loopback(url: str) -> bool:
@@ -98,4 +107,9 @@ def require_loopback(url: str, option: str, *, trusted_network: bool) -> None:
 
 def listening(error: ConnectError, url: str, option: str) -> ConfigError:
     """A clear error for an address that cannot be listened on: which one, and which option moves it."""
-    return ConfigError(f"cannot listen on {url}: {error}; choose another address with {option}")
+    cause = error.__cause__
+    if not isinstance(cause, OSError):
+        return ConfigError(f"{error}; choose another address with {option}")
+    free = ", or stop what listens there" if cause.errno == errno.EADDRINUSE else ""
+    reason = cause.strerror or str(cause)
+    return ConfigError(f"cannot listen on {url}: {reason}; choose another address with {option}{free}")

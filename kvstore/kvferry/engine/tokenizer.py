@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvferry.core.errors import PluginUnavailableError, RequestError, UnsupportedModelError
+from kvferry.core.install_hint import install_hint
 
 if TYPE_CHECKING:
     import tokenizers
@@ -87,7 +88,7 @@ class HFTokenizer:
             import tokenizers
         except ImportError as error:
             raise PluginUnavailableError(
-                f"{file} needs the tokenizers library; pip install 'kvferry[engine]'"
+                f"{file} needs the tokenizers library: {install_hint('engine')}"
             ) from error
         try:
             self._inner: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(file))

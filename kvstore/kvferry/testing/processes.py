@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -96,7 +97,7 @@ class Command:
             while True:
                 line = next((text for text in self._out if text.startswith("ready ")), None)
                 if line is not None:
-                    return dict(word.split("=", 1) for word in line.split()[1:])
+                    return dict(word.split("=", 1) for word in shlex.split(line)[1:])
                 if self.process.poll() is not None:
                     raise KVFerryError(f"{self} ended with {self.process.returncode}: {self._tail()}")
                 if is_past(deadline):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -113,7 +114,10 @@ def test_a_command_without_its_extra_says_what_to_install(
     monkeypatch.setitem(app.COMMANDS, "fail", entry)
     raises.error = ModuleNotFoundError("No module named 'turbolib'", name="turbolib")  # type: ignore[attr-defined]
     assert run("fail") == 2
-    assert capsys.readouterr().err == "error: kvferry fail needs turbolib: pip install 'kvferry[turbo]'\n"
+    assert capsys.readouterr().err == (
+        "error: kvferry fail needs turbolib: pip install 'kvferry[turbo]' "
+        "(in a clone of it: pip install -e '.[turbo]')\n"
+    )
     monkeypatch.setitem(app.COMMANDS, "fail", entry._replace(extra=""))
     with pytest.raises(ModuleNotFoundError):
         main(["fail"])
@@ -194,3 +198,20 @@ def test_config_show_prints_values_with_their_source(
     assert "1 MiB" in table
     assert run("config", "show", "--set", "wire.max_metta=1") == 2
     assert "did you mean max_meta?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench", "stream"], ["config"], ["prefill"]])
+def test_help_is_filled_and_offers_only_what_is_ours(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    assert run(*command, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "completion" not in shown
+    prose = shown.partition("Options")[0].splitlines()[2:]
+    lines = [line.strip() for line in prose]
+    for line, following in itertools.pairwise(lines):  # no line ends while the next word would fit
+        if line and following:
+            assert len(line) + 1 + len(following.split()[0]) > 86, line
+    if command == ["prefill"]:
+        assert "[model.path]" in shown

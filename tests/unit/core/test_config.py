@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from kvferry.core.config import Config, DecodeConfig, PrefillConfig, TierConfig
-from kvferry.core.config_sources import OTHER_VARIABLES, Loaded, fields, load_config
+from kvferry.core.config_sources import OTHER_VARIABLES, Flag, Loaded, check_environment, fields, load_config
 from kvferry.core.config_types import Kind, Nbytes, Seconds, Section, Url, allowed, is_secret, show
 from kvferry.core.errors import ConfigError
 
@@ -347,3 +347,27 @@ def test_core_does_not_bring_pydantic() -> None:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "False"
+
+
+def test_a_wrong_option_is_named_as_the_user_wrote_it() -> None:
+    with pytest.raises(ConfigError, match=r"model\.threads = 0 \(from --threads\)"):
+        load_config(flags={"model.threads": Flag("--threads", 0)})
+    loaded = load_config(
+        flags={"model.threads": Flag("--threads", 2), "model.name": Flag("--model-name", None)}
+    )
+    assert (loaded.config.model.threads, loaded.config.model.name) == (2, None)
+    assert loaded.sources == {"model.threads": "--threads"}
+
+
+def test_a_folder_is_no_configuration_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is a folder, must be a TOML file"):
+        load_config(tmp_path)
+
+
+def test_variables_of_children_are_checked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_MODEL__THREADS", "bogus")
+    monkeypatch.setenv("KVFERRY_LOG__LEVEL", "debug")
+    check_environment(["KVFERRY_LOG__LEVEL", "KVFERRY_LOG__FORMAT"])
+    monkeypatch.setenv("KVFERRY_LOG__LEVEL", "bogus")
+    with pytest.raises(ConfigError, match=r"log\.level = 'bogus' \(from environment KVFERRY_LOG__LEVEL\)"):
+        check_environment(["KVFERRY_LOG__LEVEL", "KVFERRY_LOG__FORMAT"])

@@ -54,3 +54,14 @@ def test_names_and_meanings_are_checked() -> None:
     ):
         with pytest.raises(ConfigError, match="already defined in another way"):
             wrong()
+
+
+def test_no_series_of_creation_times() -> None:
+    metrics = Metrics()
+    metrics.counter("kvferry_a_total", "A.", ["x"]).labels(x="1").inc()
+    metrics.histogram("kvferry_b_seconds", "B.").observe(0.3)
+    rendered = metrics.render().decode()
+    assert "_created" not in rendered
+    assert '# TYPE kvferry_a_total counter\nkvferry_a_total{x="1"} 1.0\n' in rendered
+    assert "kvferry_b_seconds_sum 0.3\n" in rendered
+    assert 'kvferry_b_seconds_bucket{le="+Inf"} 1.0\n' in rendered

@@ -133,10 +133,21 @@ def test_tiny_speaks_bytes(tmp_path: Path) -> None:
     assert bytes(chat.first("hi")) == b"User: hi\n\nAssistant: "
 
 
+def test_a_checkpoint_without_tokenizer_is_refused_with_advice_that_the_demo_can_follow(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"has no tokenizer\.json.*--model smollm2 or --model tiny"
+    ) as raised:
+        load_chat(tmp_path)
+    assert "token ids" not in str(raised.value)
+
+
 def test_a_template_without_transformers_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "tokenizer.json").write_text("{}")
 
     def missing(name: str) -> object:
         raise ImportError(name)

@@ -243,7 +243,9 @@ def test_a_missing_extra_is_said_with_the_remedy(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("KVFERRY_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("KVFERRY_SMOLLM2_DIR", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(PluginUnavailableError, match=r"needs gguf; run `pip install 'kvferry\[demo\]'`"):
+    with pytest.raises(
+        PluginUnavailableError, match=r"needs gguf: pip install 'kvferry\[demo\]' .*'\.\[demo\]'"
+    ):
         ensure_smollm2(lambda _: None, fetch=fake_fetch)
     assert list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvferry.core.errors import ConfigError, PluginUnavailableError, RequestError
-from kvferry.engine.tokenizer import load_tokenizer
+from kvferry.core.install_hint import install_hint
+from kvferry.engine.tokenizer import BYTE_MARKER, load_tokenizer
 
 __all__ = ["Chat", "PlainChat", "Script", "TemplateChat", "load_chat", "load_script"]
 
@@ -69,8 +70,10 @@ def load_script(prompt_file: Path | None) -> Script:
         return Script("\n\n".join(filter(None, paragraphs)), _LICENCE_QUESTIONS, may_be_cut=True)
     try:
         text = prompt_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompt file {prompt_file} cannot be read as UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"prompt file {prompt_file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt file {prompt_file} is no UTF-8 text: {error}") from error
     if not text:
         raise ConfigError(f"prompt file {prompt_file} is empty; it needs a text to ask about")
     return Script(text, _FILE_QUESTIONS, may_be_cut=False)
@@ -154,8 +157,13 @@ def load_chat(directory: Path) -> Chat:
 
     Raises:
         PluginUnavailableError: The checkpoint has a template and transformers is not installed.
-        ConfigError: Its tokenizer or template cannot be read.
+        ConfigError: It has no ``tokenizer.json``, or its tokenizer or template cannot be read.
     """
+    if not any((directory / name).is_file() for name in ("tokenizer.json", BYTE_MARKER)):
+        raise ConfigError(
+            f"{directory} has no tokenizer.json, which the demo needs to talk in text: put the checkpoint's "
+            "own there, or take --model smollm2 or --model tiny"
+        )
     if not _has_template(directory):
         return PlainChat(load_tokenizer(directory).encode)
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: no request leaves the machine
@@ -163,7 +171,7 @@ def load_chat(directory: Path) -> Chat:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise PluginUnavailableError(
-            f"the chat template of {directory} needs transformers: pip install 'kvferry[demo]'"
+            f"the chat template of {directory} needs transformers: {install_hint('demo')}"
         ) from error
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory))

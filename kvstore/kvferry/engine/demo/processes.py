@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -23,7 +24,10 @@ from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import ConfigError, KVFerryError
 from kvferry.engine.demo.tether import tethered
 
-__all__ = ["Child", "ChildError", "Processes", "termination_raises"]
+__all__ = ["LOG_VARIABLES", "Child", "ChildError", "Processes", "termination_raises"]
+
+LOG_VARIABLES = ("KVFERRY_LOG__LEVEL", "KVFERRY_LOG__FORMAT")
+"""Settings of the user's that reach the children."""
 
 _READY = re.compile(rb"^ready\b(.*)\n", re.MULTILINE)
 _POLL_S = 0.02
@@ -84,7 +88,7 @@ class Child:
         while True:
             found = _READY.search(self._read_log())
             if found:
-                words = found.group(1).decode("utf-8", "replace").split()
+                words = shlex.split(found.group(1).decode("utf-8", "replace"))
                 return dict(word.split("=", 1) for word in words if "=" in word)
             self.check()
             if is_past(deadline):
@@ -186,7 +190,7 @@ class Processes:
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
     """The children's environment: without the user's kvferry settings, which are for their own services."""
-    kept = {"KVFERRY_CACHE_DIR", "KVFERRY_DEBUG", "KVFERRY_LOG__LEVEL", "KVFERRY_LOG__FORMAT"}
+    kept = {"KVFERRY_CACHE_DIR", "KVFERRY_DEBUG", *LOG_VARIABLES}
     return {k: v for k, v in ours.items() if not k.upper().startswith("KVFERRY_") or k in kept}
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.core.clock import deadline_in
+from kvferry.core.config_sources import check_environment
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.units import parse_rate
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.demo.conversation import Chat, Script, first_prompt, load_chat, load_script
 from kvferry.engine.demo.display import Display
-from kvferry.engine.demo.processes import Child, ChildError, Processes, termination_raises
+from kvferry.engine.demo.processes import LOG_VARIABLES, Child, ChildError, Processes, termination_raises
 from kvferry.engine.demo.report import Answer, Outcome, report
 from kvferry.engine.demo.sides import Ask, Side, SingleProcess, SplitDeployment
 from kvferry.engine.demo.smollm2 import ensure_smollm2
@@ -102,6 +103,7 @@ def _check(options: DemoOptions) -> None:
         )
     if options.rate is not None:
         parse_rate(options.rate)
+    check_environment(LOG_VARIABLES)
 
 
 def _model_directory(model: str, display: Display) -> Path:

@@ -24,6 +24,7 @@ from kvferry.core.errors import (
     TransportError,
     UnsupportedModelError,
 )
+from kvferry.core.install_hint import install_hint
 from kvferry.engine.demo.cache import Progress, make_once
 from kvferry.engine.demo.tether import tethered
 
@@ -201,8 +202,8 @@ def _convert_in_child(gguf: Path, directory: Path) -> None:
     failure = _run_child(command, environment, _CONVERT_TIMEOUT_S)
     if failure is not None:
         raise UnsupportedModelError(
-            f"the conversion of {gguf.name} failed: {failure}; `pip install 'kvferry[demo]'` brings the "
-            "versions it was tested with, or set KVFERRY_SMOLLM2_DIR to a copy of the model"
+            f"the conversion of {gguf.name} failed: {failure}; the versions it was tested with: "
+            f"{install_hint('demo')}; or set KVFERRY_SMOLLM2_DIR to a copy of the model"
         )
 
 
@@ -233,8 +234,8 @@ def _require_libraries() -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise PluginUnavailableError(
-            f"the conversion of {_NAME} needs {', '.join(missing)}; run `pip install 'kvferry[demo]'` "
-            "(`kvferry demo --model tiny` needs none of them)"
+            f"the conversion of {_NAME} needs {', '.join(missing)}: {install_hint('demo')}; "
+            "`kvferry demo --model tiny` needs no conversion"
         )
 
 

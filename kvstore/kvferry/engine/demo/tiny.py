@@ -10,6 +10,7 @@ import string
 from pathlib import Path
 
 from kvferry.core.errors import PluginUnavailableError
+from kvferry.core.install_hint import install_hint
 from kvferry.engine.demo.cache import Progress, make_once
 
 __all__ = ["ensure_tiny", "write_tiny"]
@@ -43,7 +44,9 @@ def write_tiny(directory: Path) -> None:
         import torch
         from safetensors.torch import load_file, save_file
     except ImportError as error:
-        raise PluginUnavailableError(f"the demo needs {error.name}: pip install 'kvferry[engine]'") from error
+        raise PluginUnavailableError(
+            f"the tiny model needs {error.name}: {install_hint('engine')}"
+        ) from error
     from kvferry.engine.tiny import make_tiny
 
     make_tiny(directory, layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, max_positions=4096)

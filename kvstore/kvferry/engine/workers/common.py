@@ -15,7 +15,7 @@ import torch
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.config import Config
-from kvferry.core.errors import CapacityError, ConfigError, ConnectError, RequestError
+from kvferry.core.errors import CapacityError, ConfigError, ConnectError, RequestError, UnknownPluginError
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.engine.config import ModelConfig
@@ -24,6 +24,7 @@ from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
 from kvferry.store import open_store
+from kvferry.transports import registry as transports
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
 
@@ -211,6 +212,11 @@ def listen(
         )
     except ConnectError as error:
         raise listening(error, url, option) from error
+    except UnknownPluginError as error:
+        schemes = ", ".join(f"{name}://" for name in transports.names())
+        raise ConfigError(
+            f"{url} ({option}): no transport has this scheme; a {role} worker listens on {schemes}"
+        ) from error
 
 
 def check_lengths(prompt_tokens: int, sampling: SamplingParams, limit: int) -> None:
