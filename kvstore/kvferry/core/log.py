@@ -25,6 +25,7 @@ _USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.IGNO
 _ASSIGNED = re.compile(
     rf"(?P<key>\b[\w-]*{_SENSITIVE}\b['\"]?\s*[=:]\s*)(?:Bearer\s+)?[^\s,;&]+", re.IGNORECASE
 )
+_CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029]")
 REDACTED = "***"
 
 
@@ -166,8 +167,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _one_line(value: object) -> str:
-    """Text from a peer must not forge lines."""
-    return str(value).replace("\r", "\\r").replace("\n", "\\n")
+    """Text from a peer must neither forge lines nor steer the terminal."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(value))
 
 
 def _utc(record: logging.LogRecord) -> str:

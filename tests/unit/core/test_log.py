@@ -125,6 +125,11 @@ def test_text_lines_carry_fields_and_cannot_be_forged() -> None:
     assert "hunter2" not in line
 
 
+def test_text_of_a_peer_cannot_steer_the_terminal() -> None:
+    line = TextFormatter().format(record("reason: %s", "\x1b]0;owned\x07\x9b31m\u2028next"))
+    assert line.endswith(r"reason: \x1b]0;owned\x07\x9b31m\u2028next")
+
+
 def test_json_lines_are_one_object_with_the_fields() -> None:
     line = JsonFormatter().format(
         record(
