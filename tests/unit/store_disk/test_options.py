@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +50,8 @@ def test_what_is_missing_is_named() -> None:
         DiskTier.from_options("cold", {"capacity": "1GiB"})
     with pytest.raises(ConfigError, match="capacity must be given"):
         DiskTier.from_options("cold", {"directory": "/data/kv"})
+
+
+def test_an_unknown_eviction_policy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sometimes"):
+        DiskTier("disk", DiskOptions((str(tmp_path),), 1 << 20, eviction="sometimes"))

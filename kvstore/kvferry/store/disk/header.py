@@ -120,15 +120,10 @@ class HeaderTemplate:
         spec = namespace.spec
         self.data_nbytes = spec.block_nbytes
         fixed = _fixed_part(namespace)
-        smallest = _LENGTH_NBYTES + len(_variable_part(None, -1, 0)) + _HEX_KEY + len(fixed)
-        self.header_nbytes = _round_up(smallest)
+        self.header_nbytes = _round_up(_TAIL_AT[True] + len(fixed))
         self.file_nbytes = self.header_nbytes + _round_up(self.data_nbytes)
         self._start = _U64.pack(self.header_nbytes - _LENGTH_NBYTES)
-        self._tails = tuple(fixed.ljust(self.header_nbytes - self._tail_at(has)) for has in (False, True))
-
-    @staticmethod
-    def _tail_at(has_parent: bool) -> int:
-        return _LENGTH_NBYTES + len(_variable_part(None, -1, 0)) + (_HEX_KEY if has_parent else 0)
+        self._tails = tuple(fixed.ljust(self.header_nbytes - _TAIL_AT[has]) for has in (False, True))
 
     def build(self, key: BlockKey, parent: BlockKey | None, position: int, checksum: int) -> bytes:
         """The header of a block, ``header_nbytes`` long."""
@@ -144,7 +139,7 @@ class HeaderTemplate:
             return None
         at = _PARENT_AT
         has_parent = header[at : at + 1] != b'"'
-        tail_at = self._tail_at(has_parent)
+        tail_at = _TAIL_AT[has_parent]
         if header[tail_at:] != self._tails[has_parent]:
             return None
         try:
@@ -179,6 +174,11 @@ def _variable_part(parent: BlockKey | None, position: int, checksum: int, key: B
         b"%0*d" % (_POSITION_DIGITS, position), _BEFORE_CHECKSUM, b"%016x" % checksum, b'",',
     )  # fmt: skip
     return b"".join(fields)
+
+
+_SHORTEST: Final = _LENGTH_NBYTES + len(_variable_part(None, -1, 0))
+_TAIL_AT: Final = (_SHORTEST, _SHORTEST + _HEX_KEY)
+"""Where the fixed part begins, without and with a parent."""
 
 
 def _fixed_part(namespace: TierNamespace) -> bytes:

@@ -264,13 +264,10 @@ def _verify(files: Files, root: int, scan: Scan, progress: Progress | None) -> V
     total = sum(len(blocks) for blocks in scan.blocks.values())
     for done, (tenant, namespace, key) in enumerate(_each(scan), 1):
         try:
-            block = _OpenBlock(files, root, tenant, namespace, key)
-            with block:
-                found.nbytes += _check(files, block, tenant, namespace, key, buffer)
+            with _OpenBlock(files, root, tenant, namespace, key) as block:
+                found.nbytes += _check_current(files, block, tenant, namespace, key, buffer)
         except CorruptBlockError as error:
-            # a store that uses the directory may just have evicted the block and written over its file
-            if block.is_there():
-                found.corrupt.append(Finding(tenant, namespace, key, str(error)))
+            found.corrupt.append(Finding(tenant, namespace, key, str(error)))
         except OSError as error:
             if not is_gone(error):  # evicted meanwhile
                 found.unreadable.append(Finding(tenant, namespace, key, reason_of(error)))
@@ -278,6 +275,18 @@ def _verify(files: Files, root: int, scan: Scan, progress: Progress | None) -> V
         if progress is not None and (done % 64 == 0 or done == total):
             progress(done, total)
     return found
+
+
+def _check_current(
+    files: Files, block: _OpenBlock, tenant: str, namespace: bytes, key: BlockKey, buffer: memoryview
+) -> int:
+    """As :func:`_check`; 0 if a store has just evicted the block and written over its file."""
+    try:
+        return _check(files, block, tenant, namespace, key, buffer)
+    except CorruptBlockError:
+        if block.is_there():
+            raise
+        return 0
 
 
 def _check(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CorruptBlockError, TierError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
@@ -16,6 +17,7 @@ from kvferry.store.disk.blocks import read_header, require_identity
 from kvferry.store.disk.files import is_gone, open_quietly, read_parts, reason_of
 from kvferry.store.disk.header import HeaderTemplate, readable
 from kvferry.store.disk.index import DiskEntry, NamespaceIndex
+from kvferry.store.disk.pool import IoPool
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.state import DiskState
 
@@ -23,6 +25,8 @@ __all__ = ["Maintenance"]
 
 _IDLE_S: Final = 60.0
 _CLOSE_S: Final = 5.0
+_BATCH: Final = 64
+_BATCH_S: Final = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -32,10 +36,14 @@ class Maintenance:
     Args:
         name: Of the tier.
         state: Of the tier.
+        pool: Whose threads read headers, in turns with what else they have to read.
         start_root: Opens a directory and enters what it holds; returns what is to be verified.
     """
 
-    def __init__(self, name: str, state: DiskState, start_root: Callable[[Root], list[DiskEntry]]) -> None:
+    def __init__(
+        self, name: str, state: DiskState, pool: IoPool, start_root: Callable[[Root], list[DiskEntry]]
+    ) -> None:
+        self._pool = pool
         self._state = state
         self._start_root = start_root
         self._wake = threading.Condition()
@@ -85,8 +93,7 @@ class Maintenance:
         while not self._closing:
             try:
                 while self._pending and not self._closing:
-                    self._verify(self._pending.popleft())
-                    self.verified += 1
+                    self._verify_some()
                 pause = self._look_after()
             except Exception:  # noqa: BLE001  thread root
                 _log.exception("maintenance of a disk tier failed; it goes on")
@@ -113,6 +120,12 @@ class Maintenance:
         except TierError as error:
             self._state.problems.begin(root.path, "down", str(error))
         return root.is_up
+
+    def _verify_some(self) -> None:
+        some = [self._pending.popleft() for _ in range(min(_BATCH, len(self._pending)))]
+        # what a hanging device holds up is left to its first use
+        self._pool.run(len(some), lambda number: self._verify(some[number]), deadline_in(_BATCH_S)).cancel()
+        self.verified += len(some)
 
     def _verify(self, entry: DiskEntry) -> None:
         """Compare one header; what is wrong is quarantined, what cannot be read is left to its first use."""

@@ -32,6 +32,7 @@ class DiskOptions:
         read_threads: Files read at once.
         write_threads: Files written at once.
         quarantine_nbytes: Bytes of corrupt files kept for a look, the oldest go first; part of the capacity.
+        eviction: Name of the eviction policy.
         verify: Compare all headers in the background after the start.
         retry_s: Pause between attempts to use a directory that has failed.
     """
@@ -44,6 +45,7 @@ class DiskOptions:
     read_threads: int = 4
     write_threads: int = 2
     quarantine_nbytes: int = 64 << 20
+    eviction: str = "lru"
     verify: bool = True
     retry_s: float = 1.0
 
@@ -110,7 +112,7 @@ def _converted(where: str, name: str, value: object) -> object:
             return parse_seconds(value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    wanted = {"sync": str, "direct": str, "verify": bool}.get(name, int)
+    wanted = {"sync": str, "direct": str, "eviction": str, "verify": bool}.get(name, int)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         raise ConfigError(f"{where} is {value!r}, must be {wanted.__name__}")
     return value

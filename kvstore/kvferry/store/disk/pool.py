@@ -109,8 +109,10 @@ class IoPool:
             batch = self._queue.get()  # ends by the None that close puts there
             if batch is None:
                 return
-            if not self._closed.is_set() and batch.step():
-                self._queue.put(batch)
+            while not self._closed.is_set() and batch.step():
+                if not self._queue.empty():  # others take their turn
+                    self._queue.put(batch)
+                    break
             if self._closed.is_set():  # maybe since: nobody may be left who takes it from the queue
                 batch.cancel()
 

@@ -32,7 +32,8 @@ def read_block(state: DiskState, home: Home, block: BlockRead) -> tuple[ReadResu
     try:
         stored = _read_file(state, home, block, root)
         _compare_parents(block, entry, stored)
-        state.index.learn(entry, stored.parent)
+        if not entry.verified:
+            state.index.learn(entry, stored.parent)
     except CorruptBlockError as error:
         return _corrupt(state, entry, str(error)), None
     except OSError as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from kvferry.core.clock import is_past, time_left
@@ -14,7 +16,7 @@ from kvferry.core.keys import KEY_NBYTES, BlockKey
 from kvferry.store.disk.blocks import BlockReader
 from kvferry.store.disk.files import Files, reason_of
 from kvferry.store.disk.header import HeaderTemplate
-from kvferry.store.disk.index import DiskEntry, DiskIndex
+from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
 from kvferry.store.disk.maintenance import Maintenance
 from kvferry.store.disk.names import tenant_folder
 from kvferry.store.disk.options import DiskOptions
@@ -23,8 +25,10 @@ from kvferry.store.disk.probe import PROBE_NBYTES
 from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.reads import read_block
 from kvferry.store.disk.root import Root
+from kvferry.store.disk.scan import FoundBlock
 from kvferry.store.disk.state import DiskState, Home
 from kvferry.store.disk.writes import Writes
+from kvferry.store.policies import eviction_policy
 from kvferry.store.tier import (
     UNKNOWN_PARENT,
     BlockRead,
@@ -55,11 +59,12 @@ class DiskTier(Tier):
     Args:
         name: Name of the tier.
         options: See :class:`DiskOptions`.
-        policy: Makes the eviction policy from the capacity in bytes.
+        policy: Makes the eviction policy from the capacity in bytes; ``None``: that named in the options.
         files: System calls; for tests.
 
     Raises:
         TierError: If another process uses one of the directories.
+        ConfigError: If there is no eviction policy of that name.
     """
 
     persistent = True
@@ -70,7 +75,7 @@ class DiskTier(Tier):
         name: str,
         options: DiskOptions,
         *,
-        policy: Callable[[int], EvictionPolicy] = LRUPolicy,
+        policy: Callable[[int], EvictionPolicy] | None = None,
         files: Files | None = None,
     ) -> None:
         self.name = name
@@ -78,6 +83,8 @@ class DiskTier(Tier):
         self._closed = False
         self.files = files or Files()
         problems = Problems(name, _log)
+        if policy is None:
+            policy = LRUPolicy if options.eviction == "lru" else eviction_policy(options.eviction)
         index = DiskIndex(options.capacity_nbytes, policy(options.capacity_nbytes))
         roots = [
             Root(number, path, self.files, problems, lambda n: index.release(-n), options)
@@ -86,10 +93,10 @@ class DiskTier(Tier):
         self._state = DiskState(options, self.files, index, roots, problems)
         self._writes = Writes(self._state)
         self._homes: dict[TierNamespace, Home] = {}
-        self._maintenance = Maintenance(name, self._state, self._start_root)
-        self._state.wake = self._maintenance.wake
         self._readers = IoPool(f"kvferry-{name}-read", options.read_threads)
         self._writers = IoPool(f"kvferry-{name}-write", options.write_threads)
+        self._maintenance = Maintenance(name, self._state, self._readers, self._start_root)
+        self._state.wake = self._maintenance.wake
         try:
             self._maintenance.start(self._start_all())
         except BaseException:
@@ -116,14 +123,10 @@ class DiskTier(Tier):
         """Open a directory and enter what it holds; returns what is to be verified."""
         index = self._state.index
         scan = root.start(make=make)
-        homes = [index.namespace(*name) for name in scan.blocks]
-        blocks = [
-            (used_at, number, key, nbytes)
-            for number, found in enumerate(scan.blocks.values())
-            for used_at, key, nbytes in found
-        ]
-        blocks.sort()  # the policy learns of them in the order of their last use
-        loaded, doubles = index.load((homes[n], key, nbytes, root.number) for _, n, key, nbytes in blocks)
+        # in the order of their last use over all namespaces, without a second list of a million blocks
+        runs = [_in_order(index.namespace(*name), found) for name, found in scan.blocks.items()]
+        merged = heapq.merge(*runs, key=itemgetter(0))
+        loaded, doubles = index.load((home, key, nbytes, root.number) for _, home, key, nbytes in merged)
         for entry in doubles:
             self._remove_double(entry)
         if scan.temporaries or scan.foreign_count or scan.errors:
@@ -336,6 +339,13 @@ class DiskTier(Tier):
                 f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
             )
         return home
+
+
+def _in_order(
+    home: NamespaceIndex, found: list[FoundBlock]
+) -> Iterator[tuple[int, NamespaceIndex, BlockKey, int]]:
+    found.sort()
+    return ((used_at, home, key, nbytes) for used_at, key, nbytes in found)
 
 
 _LATE = "not begun by the deadline"
