@@ -257,7 +257,7 @@ class Fetcher:
                 if block is None:
                     break
                 given.append(block)
-            store._pool.touch([block for block in given if block.stored])
+            store._pool.touch([b for b in given if b.stored and b.key in plan.memory])  # others are new
             expires_at = time.monotonic() + store.lease_s
             lease = store._pool.open_read(namespace.session, namespace.spec, given, expires_at)
             for block in {**plan.memory, **read}.values():
@@ -288,7 +288,7 @@ class Fetcher:
                     block.index = pool.index(ns, namespace.slot_nbytes)
                     pool.add(block)
                     stay.append(block)
-                    item.level.counts["promoted"] += 1
+                    item.level.count("promoted", 1)
             pool.hold(block)
             read[item.key] = block
         self._store._came_up(stay)

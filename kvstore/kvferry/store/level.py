@@ -98,11 +98,22 @@ class Level:
         self.breaker = Breaker(
             tier.name, errors=options.errors, pause_s=options.pause_s, max_pause_s=60 * options.pause_s
         )
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._masked: Counter[tuple[bytes, BlockKey]] = Counter()
         self._undead: set[tuple[bytes, BlockKey]] = set()  # could not be removed: never shown again
         self._told = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Counts by name, as they are now."""
+        with self._lock:
+            return dict(self._counts)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a count."""
+        with self._lock:
+            self._counts[name] += number
 
     # ---- removed blocks that are not gone yet ------------------------------------------------------
 
@@ -158,7 +169,7 @@ class Level:
     ) -> list[ReadResult]:
         """Read blocks; one result a block."""
         if not self.breaker.enter():
-            self.counts["read_skipped"] += len(blocks)
+            self.count("read_skipped", len(blocks))
             return [ReadResult(ReadOutcome.FAILED, "its breaker is open")] * len(blocks)
         started = time.monotonic()
         deadline = min(deadline, started + self.options.read_timeout_s)
@@ -167,8 +178,8 @@ class Level:
         )
         if results is None or len(results) != len(blocks):
             results = [ReadResult(ReadOutcome.FAILED, "the tier broke its contract")] * len(blocks)
-        for result in results:
-            self.counts[f"read_{result.outcome.value}"] += 1
+        for outcome, number in Counter(r.outcome for r in results).items():
+            self.count(f"read_{outcome.value}", number)
         failed = [r for r in results if r.outcome is ReadOutcome.FAILED]
         works = sum(r.outcome in _READ_WORKS for r in results)
         self._judge(len(failed), works, failed[0].reason if failed else "", started, deadline)
@@ -177,7 +188,7 @@ class Level:
     def write(self, namespace: TierNamespace, blocks: Sequence[BlockWrite]) -> list[WriteResult]:
         """Write blocks; one result a block."""
         if not self.breaker.enter():
-            self.counts["write_skipped"] += len(blocks)
+            self.count("write_skipped", len(blocks))
             return [WriteResult(WriteOutcome.FAILED, "its breaker is open")] * len(blocks)
         started = time.monotonic()
         deadline = started + self.options.write_timeout_s
@@ -186,8 +197,8 @@ class Level:
         )
         if results is None or len(results) != len(blocks):
             results = [WriteResult(WriteOutcome.FAILED, "the tier broke its contract")] * len(blocks)
-        for result in results:
-            self.counts[f"write_{result.outcome.value}"] += 1
+        for outcome, number in Counter(r.outcome for r in results).items():
+            self.count(f"write_{outcome.value}", number)
         failed = [r for r in results if r.outcome is WriteOutcome.FAILED]
         works = sum(r.outcome in _WRITE_WORKS for r in results)
         self._judge(len(failed), works, failed[0].reason if failed else "", started, deadline)
@@ -200,7 +211,7 @@ class Level:
         if found is None:
             with self._lock:
                 self._undead.update((namespace.namespace_id, key) for key in keys)
-            self.counts["remove_failed"] += len(keys)
+            self.count("remove_failed", len(keys))
             return [False] * len(keys)
         return found
 
@@ -243,7 +254,7 @@ class Level:
         try:
             return call()
         except Exception as error:  # noqa: BLE001 - a plug-in's fault must not fail the store's caller
-            self.counts["faults"] += 1
+            self.count("faults", 1)
             if not self._told:
                 self._told = True
                 _LOG.error(

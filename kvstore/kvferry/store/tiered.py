@@ -108,7 +108,7 @@ class TieredStore(MemoryStore):
                 session=session, eviction=eviction, placement=options.placement,
             )  # fmt: skip
             self.levels = [Level(tier, number, given) for number, (tier, given) in enumerate(pairs)]
-        except ConfigError:
+        except BaseException:
             for tier, _ in pairs:
                 tier.close()
             raise
@@ -186,7 +186,7 @@ class TieredStore(MemoryStore):
                 "queued_nbytes": float(writer.queued_nbytes),
                 "lost_blocks": float(writer.lost_blocks),
                 **{name: float(count) for name, count in usage.counters.items()},
-                **{name: float(count) for name, count in dict(level.counts).items()},
+                **{name: float(count) for name, count in level.counts.items()},
             }
         per_tier[DRAM]["prefetches_dropped"] = float(self._prefetch_dropped)
         return replace(found, per_tier=per_tier)

@@ -114,8 +114,8 @@ class TierWriter:
     def drop(self, count: int, nbytes: int) -> None:
         """Count blocks that are not written, since the queue has no place or the tier does not work."""
         self.lost_blocks += count
-        self.level.counts["write_dropped"] += count
-        self.level.counts["write_dropped_nbytes"] += nbytes
+        self.level.count("write_dropped", count)
+        self.level.count("write_dropped_nbytes", nbytes)
 
     def cancel(self, namespace_id: bytes, keys: Sequence[BlockKey] | None) -> None:
         """Blocks, or all of a namespace, were removed: not written, or removed again if under way."""
