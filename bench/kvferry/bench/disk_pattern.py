@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +16,7 @@ from kvferry.bench.results import Sample
 from kvferry.core.buffers import page_aligned
 from kvferry.core.errors import KVFerryError
 
-__all__ = ["DiskPattern", "FileShape", "drop_page_cache", "filesystem_of"]
+__all__ = ["DiskPattern", "FileShape", "drop_page_cache", "files_below", "filesystem_of"]
 
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -171,14 +171,19 @@ def _require_whole(done: int, shape: FileShape, name: str) -> None:
         raise KVFerryError(f"the baseline's file {name}: {done} of {wanted} bytes; is the disk full?")
 
 
-def drop_page_cache(*directories: Path) -> None:
+def files_below(directory: Path) -> Iterator[str]:
+    """Paths of all files below."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            yield f"{folder}/{name}"
+
+
+def drop_page_cache(directory: Path) -> None:
     """Drop what the page cache holds of all files below; what is not yet on the device stays."""
-    for directory in directories:
-        for path in directory.rglob("*"):
-            if path.is_file():
-                fd = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(fd)
+    for path in files_below(directory):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def filesystem_of(path: Path) -> str:

@@ -25,7 +25,6 @@ _RUNS_A_WALK = 4  # a run moves so much of what is walked through
 _SAVE_BATCH = 32
 _SAVE_BATCH_NBYTES = 32 << 20
 _LOAD_BATCH = 256
-_LOAD_WALKS = 4  # a batch has at most so many times what is walked through
 _LOADS = 512  # blocks a run, or so many single loads
 _SLACK_NBYTES = 128 << 20  # segments end where a block no longer fits
 
@@ -179,7 +178,7 @@ class _Loads:
 def run_load(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     """Leases on blocks in memory; the value is a run's median for each block, percentiles are of calls."""
     for nbytes in options.sizes:
-        most = max(1, _LOAD_WALKS * options.walk_nbytes // nbytes)
+        most = max(1, options.walk_nbytes // nbytes)  # more would need more memory, and shows nothing else
         for batch in sorted({1, min(_LOAD_BATCH, most)}):
             memory = _Memory(nbytes, batch, options, evict=False)
             try:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
 from kvferry.bench.child import anonymous_rss, run_child, serve_child
-from kvferry.bench.disk_pattern import drop_page_cache
+from kvferry.bench.disk_pattern import drop_page_cache, files_below
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.bench.scenarios.store import StoreOptions, Workplace
@@ -62,9 +62,7 @@ class _Restarts:
         self._source = BlockSource(_NBYTES, _CHAIN * _NBYTES)
         self._fill(progress)
         os.sync()  # what is dirty cannot be dropped from the page cache
-        self._spoiled: list[tuple[Path, bytes]] = []
-        for chain in range(min(_SPOILED, chains)):
-            self._spoiled.append(self._spoil(chain))
+        self._spoiled = self._spoil()
         self.rows: dict[str, list[dict[str, float]]] = {"tier": [], "pattern": []}
 
     def _fill(self, progress: Progress) -> None:
@@ -83,11 +81,11 @@ class _Restarts:
             progress("store.restart: files written", chain * _CHAIN, self._chains * _CHAIN)
         tier.close()
 
-    def _spoil(self, chain: int) -> tuple[Path, bytes]:
-        """The last file of a chain and bytes for it that are whole, but are not that block."""
-        keys = _keys(chain)
-        paths = [next(self._directory.rglob(f"{key.hex()}.*")) for key in keys[-2:]]
-        return paths[1], paths[0].read_bytes()
+    def _spoil(self) -> list[tuple[Path, bytes]]:
+        """The last file of some chains and bytes for each that are whole, but are not that block."""
+        paths = {Path(path).stem: Path(path) for path in files_below(self._directory)}
+        ends = [_keys(chain)[-2:] for chain in range(min(_SPOILED, self._chains))]
+        return [(paths[last.hex()], paths[before.hex()].read_bytes()) for before, last in ends]
 
     def run(self, mode: str) -> Sample:
         """One start in a new process; with ``pattern`` only the system calls of one."""
