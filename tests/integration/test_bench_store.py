@@ -43,7 +43,7 @@ def test_every_scenario_runs_and_prints_its_fields(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     for line in lines:
         assert set(line) == FIELDS
-        assert line["value"] > 0
+        assert line["value"] > 0 or line["unit"] == "bytes"  # of so few entries memory need not grow
         assert line["spread"][0] <= line["value"] <= line["spread"][1]
         assert line["runs"] == 1
         assert line["params"]["cpus"] >= 1

@@ -47,6 +47,7 @@ def run_lookup(options: StoreOptions, progress: Progress) -> Iterator[Result]:
         "entries": entries,
         "tier": "dram",
         "policy": "lru",
+        "threads": 1,
         "cpus": os.cpu_count() or 1,
     }
     timed = {

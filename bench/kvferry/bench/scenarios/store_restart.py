@@ -120,6 +120,8 @@ def run_restart(options: StoreOptions, progress: Progress) -> Iterator[Result]:
         **place.params,
         "names": "as cached by the kernel",
         "page_cache": "dropped by posix_fadvise before each run",
+        "threads": _options(place.path, entries).read_threads,
+        "compared": "names and headers",
         "cpus": os.cpu_count() or 1,
     }
     spoiled = {"spoiled": min(_SPOILED, chains), "verified_when_asked": max(r["asked_at"] for r in ours)}
