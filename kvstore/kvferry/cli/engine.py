@@ -14,7 +14,7 @@ __all__ = ["decode", "gateway", "prefill"]
 
 Model = Annotated[
     Optional[str],
-    typer.Option("--model", metavar="DIR", help="Folder of the checkpoint. [model.path]"),
+    typer.Option("--model", metavar="DIR|smollm2|tiny", help="Folder of the checkpoint. [model.path]"),
 ]
 ModelName = Annotated[
     Optional[str],
@@ -101,7 +101,11 @@ def gateway(
     ] = None,
     model: Annotated[
         Optional[str],
-        typer.Option("--model", metavar="DIR", help="Folder with the tokenizer; without, only token ids go."),
+        typer.Option(
+            "--model",
+            metavar="DIR|smollm2|tiny",
+            help="Folder of the same model, for its tokenizer; without, only token ids go.",
+        ),
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,

@@ -41,6 +41,8 @@ class KVFerryError(Exception):
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
+    request: str = ""
+    """The name of the request that it ended, where that is known: for log lines."""
 
 
 class ConfigError(KVFerryError, ValueError):

@@ -35,6 +35,11 @@ class TextStream(Protocol):
 class Tokenizer(Protocol):
     """Text to token ids and back. Thread safe."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it knows, special ones included; a model's vocabulary may be larger."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the model's start token if it has one, unless told otherwise."""
         ...
@@ -50,6 +55,8 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """One token a byte of UTF-8; ids from 256 on are special."""
+
+    vocab_size = 256
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002 (it adds none)
         """The bytes of ``text``."""
@@ -94,6 +101,11 @@ class HFTokenizer:
             self._inner: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises a bare Exception for a bad file
             raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, added ones included."""
+        return int(self._inner.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""

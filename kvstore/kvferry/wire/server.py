@@ -218,7 +218,14 @@ class ChannelServer:
     def _fail(self, channel: Channel, error: KVFerryError) -> None:
         key = (_host(channel.address), error.code)
         self._limiter.log(
-            logging.WARNING, key, "%s: request of %s failed [%s]: %s", self._name, key[0], error.code, error
+            logging.WARNING,
+            key,
+            "%s: request %sof %s failed [%s]: %s",
+            self._name,
+            f"{error.request[:80]} " if error.request else "",
+            key[0],
+            error.code,
+            error,
         )
         self._tell(channel, error)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -361,9 +363,28 @@ def test_health_and_models() -> None:
     assert http(up, "GET", "/ready").json == {"ready": True, "model": "tiny", "max_model_len": 64}
     reply = http(down, "GET", "/ready")
     assert (reply.status, reply.json["reason"]) == (503, "decode is not up")
-    assert http(up, "GET", "/v1/models").json["data"][0]["id"] == "tiny"
+    model = http(up, "GET", "/v1/models").json["data"][0]
+    assert model["id"] == "tiny"
+    assert abs(model["created"] - time.time()) < 60
     assert http(down, "GET", "/v1/models").status == 503
     assert http(down, body=ASK).status == 503
+
+
+def test_an_answer_an_error_and_the_router_have_one_request_id(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    router = FakeRouter(GOOD)
+    for body in (ASK, {**ASK, "stream": True}):
+        reply = http(router, body=body)
+        answer = reply.events[0] if "stream" in body else reply.json
+        assert answer["id"] == reply.headers["x-request-id"] == router.requests[-1].id
+    for bad in (http(FakeRouter(), body=b"{"), http(FakeRouter(refused=OverloadedError("full")), body=ASK)):
+        name = bad.json["error"]["request_id"]
+        assert name.startswith("cmpl-")
+        assert name == bad.headers["x-request-id"]
+        assert f"request {name} is refused" in caplog.text
+    late = FakeRouter([Tokens(0, (104,)), Failed(ConnectError("gone"))])
+    events = http(late, body={**ASK, "stream": True}).events
+    assert events[-1]["error"]["request_id"] == events[0]["id"] == late.requests[0].id
 
 
 def test_unknown_paths_and_methods_are_json_errors() -> None:

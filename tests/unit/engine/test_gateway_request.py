@@ -109,7 +109,7 @@ def test_a_bad_value_names_its_field(field: str, value: Any) -> None:
     [
         ("", "empty"),
         ([], "empty"),
-        (None, "prompt is None"),
+        (None, "^prompt is missing, must be text or a list of token ids$"),
         (5, "prompt is 5"),
         ({"a": 1}, "prompt is"),
         ([1, "a"], r"prompt\[1\]"),
@@ -140,6 +140,41 @@ def test_the_limit_is_named_with_the_length() -> None:
         parse(prompt=[1] * 49, max_tokens=16)
 
 
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "param"),
+    [(3, 100_000, "max_tokens"), (49, 16, "max_tokens"), (64, 1, "prompt")],
+)
+def test_the_field_that_is_over_the_limit_is_named(prompt_tokens: int, max_tokens: int, param: str) -> None:
+    with pytest.raises(InvalidFieldError, match="over the limit of 64") as caught:
+        parse(prompt=[1] * prompt_tokens, max_tokens=max_tokens)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "the body is empty, must be a JSON object"),
+        (b" \n", "the body is empty, must be a JSON object"),
+        (b"null", "the body is null, must be a JSON object"),
+        (b"[1]", "the body is a JSON array, must be a JSON object"),
+        (b"true", "the body is a JSON boolean, must be a JSON object"),
+        (b"1.5", "the body is a JSON number, must be a JSON object"),
+    ],
+)
+def test_a_body_that_is_no_object_is_said_in_json_words(body: bytes, says: str) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        parse_completion(body, ServedModel("tiny", 272, 64))
+    assert str(caught.value) == says
+
+
+def test_why_there_is_no_tokenizer_is_said() -> None:
+    bare = ServedModel("tiny", 272, 64, no_tokenizer="DIR has no tokenizer.json")
+    with pytest.raises(InvalidFieldError, match=r"no tokenizer: DIR has no tokenizer\.json; send token ids"):
+        parse(bare, prompt="text")
+    with pytest.raises(InvalidFieldError, match="started without --model"):
+        parse(ServedModel("tiny", 272, 64), prompt="text")
+
+
 def test_an_unknown_field_names_the_nearest() -> None:
     with pytest.raises(InvalidFieldError, match=r"unknown field 'max_token', did you mean 'max_tokens'\?"):
         parse(max_token=3)
@@ -152,7 +187,7 @@ def test_an_unknown_field_names_the_nearest() -> None:
 )
 def test_unsupported_fields_pass_only_where_they_change_nothing(field: str, neutral: Any, other: Any) -> None:
     parse(**{field: neutral})
-    with pytest.raises(InvalidFieldError, match=f"{field} is not supported"):
+    with pytest.raises(InvalidFieldError, match=f"^{field} {other} is not supported; leave it out$"):
         parse(**{field: other})
 
 

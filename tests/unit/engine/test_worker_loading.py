@@ -12,6 +12,7 @@ import pytest
 from kvferry.core.config import Config
 from kvferry.core.config_sources import load_config
 from kvferry.core.errors import ConfigError, UnsupportedModelError
+from kvferry.engine.model_folder import resolve_model_folder
 from kvferry.engine.tiny import make_tiny
 from kvferry.engine.workers.common import load_engine
 from kvferry.testing.processes import Command
@@ -71,8 +72,22 @@ def test_a_worker_needs_a_model() -> None:
 @pytest.mark.parametrize("name", ["loop", "nul\0byte", "long" * 100])
 def test_a_path_that_leads_nowhere_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(UnsupportedModelError, match="is not a directory"):
+    with pytest.raises(ConfigError, match=r"\(model\.path\): (it is no|there is no such) folder"):
         load_engine(config(tmp_path / name))
+
+
+def test_the_models_of_the_demo_go_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    monkeypatch.setenv("KVFERRY_CACHE_DIR", str(tmp_path))
+    (tmp_path / "tiny").mkdir()  # a folder of that name is ./tiny
+    monkeypatch.chdir(tmp_path)
+    engine = load_engine(config(Path("tiny")))
+    assert (engine.spec.model, engine.shape.num_layers) == ("tiny", 8)
+    engine.store.close()
+    with pytest.raises(ConfigError, match="smollm2 or tiny"):
+        resolve_model_folder("small", print)
+    assert resolve_model_folder(str(tiny), print) == tiny
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -91,6 +91,28 @@ def test_a_difference_is_found_and_said(single: Answer, says: str) -> None:
     assert says in result["difference"]
 
 
+@pytest.mark.parametrize(
+    ("rate", "overlap", "says"),
+    [
+        (1.234, 0.5, ("1.23 GB/s", "50.0%")),
+        (0.0125, -5.864, ("12.50 MB/s", "0.0%")),
+        (2e-6, None, ("2.00 kB/s", "-")),
+        (None, 1.0, ("-", "100.0%")),
+    ],
+)
+def test_rates_have_the_unit_that_shows_digits_and_no_overlap_is_below_zero(
+    rate: float | None, overlap: float | None, says: tuple[str, str]
+) -> None:
+    result = report("m", [outcome(2.0, 1.0)], {"threads": 1})
+    for turn in result["turns"]:
+        turn |= {"transfer_gb_per_s": rate, "overlap": overlap}
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render_table(result))
+    lines = {line[:24].strip(): line[24:].split("  ") for line in stream.getvalue().splitlines()}
+    for name, expected in zip(("rate", "overlap with compute"), says, strict=True):
+        assert [cell.strip() for cell in lines[name] if cell.strip()] == [expected] * 2
+
+
 def test_the_table_shows_each_turn() -> None:
     result: dict[str, Any] = report("m", [outcome(1.0, 0.8, None)], {})
     stream = io.StringIO()

@@ -71,6 +71,11 @@ def test_a_stream_becomes_an_answer() -> None:
     [
         (httpx.Response(400, text="over the limit of 8"), KVFerryError, "400.*over the limit of 8"),
         (
+            httpx.Response(400, json={"error": {"message": "too long"}}),
+            KVFerryError,
+            r"^the gateway refused the request \(400\): too long$",
+        ),
+        (
             httpx.Response(200, content=sse(event("a"), {"error": {"message": "worker gone"}})),
             KVFerryError,
             "gone",
@@ -112,8 +117,8 @@ def test_an_answer_that_takes_too_long_is_given_up() -> None:
 def test_waiting_for_the_gateway_gives_its_reason() -> None:
     replies: Iterator[httpx.Response] = iter([httpx.Response(503, text="no worker"), httpx.Response(200)])
     split(lambda _: next(replies)).wait_ready(deadline_in(30))
-    with pytest.raises(TransferTimeoutError, match="no decode worker"):
-        split(lambda _: httpx.Response(503, text="no decode worker")).wait_ready(deadline_in(0.1))
+    with pytest.raises(TransferTimeoutError, match=r"in time: no decode worker$"):
+        split(lambda _: httpx.Response(503, json={"reason": "no decode worker"})).wait_ready(deadline_in(0.1))
 
 
 ECHO = """if True:

@@ -147,9 +147,22 @@ def render_table(result: Mapping[str, Any]) -> Table:
     row("tokens generated", [str(t["generated_tokens"]) for t in turns])
     row("KV moved", [f"{(t['kv_nbytes'] or 0) / 1e6:.1f} MB" for t in turns])
     row("time on the wire", [_milliseconds(t["wire_s"]) for t in turns])
-    row("rate", [_optional(t["transfer_gb_per_s"], "{:.2f} GB/s") for t in turns])
-    row("overlap with compute", [_optional(t["overlap"], "{:.1%}") for t in turns])
+    row("rate", [_rate(t["transfer_gb_per_s"]) for t in turns])
+    row("overlap with compute", [_overlap(t["overlap"]) for t in turns])
     return table
+
+
+def _rate(gb_per_s: float | None) -> str:
+    """In the unit in which it has digits: a slow link's is 0.00 GB/s."""
+    for unit, size in (("GB/s", 1.0), ("MB/s", 1e-3)):
+        if gb_per_s is None or gb_per_s >= size:
+            return _optional(gb_per_s and gb_per_s / size, f"{{:.2f}} {unit}")
+    return _optional(gb_per_s and gb_per_s * 1e6, "{:.2f} kB/s")
+
+
+def _overlap(share: float | None) -> str:
+    """Nothing is hidden where fixed costs outweigh a transfer; the JSON object has the figure itself."""
+    return _optional(None if share is None else max(0.0, share), "{:.1%}")
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -20,8 +20,7 @@ from kvferry.engine.demo.display import Display
 from kvferry.engine.demo.processes import LOG_VARIABLES, Child, ChildError, Processes, termination_raises
 from kvferry.engine.demo.report import Answer, Outcome, report
 from kvferry.engine.demo.sides import Ask, Side, SingleProcess, SplitDeployment
-from kvferry.engine.demo.smollm2 import ensure_smollm2
-from kvferry.engine.demo.tiny import ensure_tiny
+from kvferry.engine.model_folder import KNOWN_MODELS, resolve_model_folder
 
 __all__ = ["DemoOptions", "default_threads", "run_demo"]
 
@@ -76,7 +75,7 @@ def run_demo(options: DemoOptions, display: Display) -> dict[str, Any]:
     _check(options)
     script = load_script(options.prompt_file)
     with termination_raises(), Processes(options.keep_logs) as processes:
-        directory = _model_directory(options.model, display)
+        directory = resolve_model_folder(options.model, display.say)
         demo = _Demo(options, display, directory, script, processes)
         try:
             demo.start()
@@ -106,19 +105,6 @@ def _check(options: DemoOptions) -> None:
     check_environment(LOG_VARIABLES)
 
 
-def _model_directory(model: str, display: Display) -> Path:
-    if model == "smollm2":
-        return ensure_smollm2(display.say)
-    if model == "tiny":
-        return ensure_tiny(display.say)
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
-        raise ConfigError(
-            f"--model {model}: there is no such folder; give smollm2, tiny or a checkpoint's folder"
-        )
-    return directory
-
-
 class _Demo:
     """The processes and the conversation of one run."""
 
@@ -128,8 +114,7 @@ class _Demo:
         self._options, self._display, self._directory = options, display, directory
         self._script, self._processes = script, processes
         self._shape = ModelConfig.from_dir(directory)
-        known = {"smollm2": "SmolLM2-135M-Instruct", "tiny": "tiny"}
-        self.model_name = known.get(options.model, directory.resolve().name)
+        self.model_name = KNOWN_MODELS.get(options.model, directory.resolve().name)
         self._chat: Chat
         self._prompt: list[int]
         self._split: SplitDeployment | None = None
@@ -145,6 +130,7 @@ class _Demo:
         self._prompt = first_prompt(
             self._script, self._chat, self._shape.max_position_embeddings, options.max_tokens
         )
+        self._check_vocabulary()
         display.say(
             f"starting gateway, prefill worker, decode worker and a single process to compare with "
             f"({options.threads} thread{'s' if options.threads > 1 else ''} each)"
@@ -164,6 +150,16 @@ class _Demo:
             url = gateway.wait_ready(deadline)["listen"]
             self._split = SplitDeployment(url, self._processes.check)
             self._split.wait_ready(deadline)
+
+    def _check_vocabulary(self) -> None:
+        """Say now, not at the first request, that tokenizer and model are not of one checkpoint."""
+        follow = self._chat.follow(self._prompt, [], self._script.questions[1])
+        largest, size = max(follow), self._shape.vocab_size
+        if largest >= size:
+            raise ConfigError(
+                f"the tokenizer of {self._directory} gives token id {largest}, the model's vocabulary is "
+                f"0..{size - 1}: tokenizer.json and config.json are not of the same checkpoint"
+            )
 
     def close(self) -> None:
         """Close the connections; the processes are ended by their owner."""

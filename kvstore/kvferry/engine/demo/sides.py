@@ -84,7 +84,7 @@ class SplitDeployment:
                 answer = self._http.get("/ready")
                 if answer.status_code == httpx.codes.OK:
                     return
-                reason = answer.text
+                reason = _reason(answer.text)
             except httpx.HTTPError as error:
                 reason = str(error)
             if is_past(deadline):
@@ -136,7 +136,7 @@ class SplitDeployment:
             if response.status_code != httpx.codes.OK:
                 response.read()
                 raise KVFerryError(
-                    f"the gateway refused the request ({response.status_code}): {response.text}"
+                    f"the gateway refused the request ({response.status_code}): {_message(response.text)}"
                 )
             for line in response.iter_lines():
                 if is_past(deadline):
@@ -145,6 +145,22 @@ class SplitDeployment:
                 if data == line or data == "[DONE]":
                     continue
                 yield json.loads(data)
+
+
+def _reason(body: str) -> str:
+    """Why the gateway is not ready, from the body of ``/ready``."""
+    try:
+        return str(json.loads(body)["reason"])
+    except (ValueError, KeyError, TypeError):
+        return body[:500]
+
+
+def _message(body: str) -> str:
+    """What an error's body says to a person; the body itself if it is none of the gateway's."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:500]
 
 
 def _answer(prompt_tokens: int, text: str, last: dict[str, Any]) -> Answer:

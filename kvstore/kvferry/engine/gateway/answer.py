@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,10 +28,11 @@ class Answer:
 
     def __init__(self, request: CompletionRequest, served: ServedModel) -> None:
         self._request = request
+        self.id = request.id
         self._text = served.tokenizer.stream() if served.tokenizer is not None else None
         self._stop = StopText(request.stop)
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": request.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": served.name,

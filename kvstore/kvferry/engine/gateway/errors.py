@@ -16,7 +16,14 @@ from kvferry.core.errors import (
     TransportError,
 )
 
-__all__ = ["InvalidFieldError", "NoWorkerError", "UnknownModelError", "error_body", "http_status"]
+__all__ = [
+    "InvalidFieldError",
+    "NoWorkerError",
+    "UnknownModelError",
+    "error_body",
+    "http_status",
+    "request_headers",
+]
 
 RETRY_AFTER_S = 1
 
@@ -62,7 +69,7 @@ def http_status(error: KVFerryError) -> int:
     return next((status for cls, status, _ in _STATUS if isinstance(error, cls)), 502)
 
 
-def error_body(error: KVFerryError) -> dict[str, Any]:
+def error_body(error: KVFerryError, request_id: str | None = None) -> dict[str, Any]:
     """An error as OpenAI clients expect it, also for an event of a stream."""
     kind = next((kind for cls, _, kind in _STATUS if isinstance(error, cls)), "upstream_error")
     return {
@@ -71,8 +78,14 @@ def error_body(error: KVFerryError) -> dict[str, Any]:
             "type": kind,
             "param": getattr(error, "param", None),
             "code": error.code,
+            **({} if request_id is None else {"request_id": request_id}),
         }
     }
+
+
+def request_headers(request_id: str) -> dict[str, str]:
+    """The header that names the request of an answer, good or bad."""
+    return {"x-request-id": request_id}
 
 
 def error_headers(error: KVFerryError) -> dict[str, str]:

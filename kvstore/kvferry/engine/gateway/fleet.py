@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -59,7 +59,8 @@ class Fleet:
     """Asks all workers what they serve, again and again, and hands out pairs that fit together.
 
     One thread. A worker that is not up is asked again after ``retry_s``, one that is up after
-    ``refresh_s``, so that a restart with another model is noticed. Thread safe.
+    ``refresh_s``, so that a restart with another model is noticed. ``refusal`` is asked, in this thread,
+    why a worker that describes itself so cannot be used; ``None`` if it can. Thread safe.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Fleet:
         connect_timeout_s: float = 5.0,
         retry_s: float = 0.25,
         refresh_s: float = 2.0,
+        refusal: Callable[[Description], str | None] | None = None,
     ) -> None:
         self._workers = [
             *(Worker(address, "prefill") for address in prefill),
@@ -80,6 +82,7 @@ class Fleet:
         self._connect_timeout_s = connect_timeout_s
         self._retry_s = retry_s
         self._refresh_s = refresh_s
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
@@ -181,6 +184,8 @@ class Fleet:
             if description.role != worker.role:
                 problem = f"it is a {description.role} worker, configured as {worker.role}"
                 description = None
+            elif self._refusal is not None and (refused := self._refusal(description)) is not None:
+                problem, description = refused, None
         except KVFerryError as error:
             problem = str(error)
         except Exception as error:

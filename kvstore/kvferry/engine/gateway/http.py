@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.core.errors import KVFerryError, OverloadedError, RequestCancelledError, TransferTimeoutError
+from kvferry.core.log import LogLimiter
 from kvferry.core.metrics import CONTENT_TYPE
 from kvferry.engine.gateway.answer import Answer
 from kvferry.engine.gateway.errors import (
@@ -32,10 +33,11 @@ from kvferry.engine.gateway.errors import (
     error_body,
     error_headers,
     http_status,
+    request_headers,
 )
 from kvferry.engine.gateway.events import Done, Event, Failed, RequestRouter, Tokens
 from kvferry.engine.gateway.metrics import GatewayMetrics
-from kvferry.engine.gateway.request import CompletionRequest, ServedModel, parse_completion
+from kvferry.engine.gateway.request import CompletionRequest, ServedModel, new_request_id, parse_completion
 
 __all__ = ["HttpLimits", "create_app"]
 
@@ -69,8 +71,9 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-def _error(error: KVFerryError) -> Response:
-    return _json(error_body(error), http_status(error), error_headers(error))
+def _error(error: KVFerryError, request_id: str | None = None) -> Response:
+    headers = {**error_headers(error), **({} if request_id is None else request_headers(request_id))}
+    return _json(error_body(error, request_id), http_status(error), headers)
 
 
 class _Call:
@@ -126,31 +129,33 @@ class _Completions:
         self._limits = limits
         self._metrics = metrics
         self._bodies = _Bodies(limits)
+        self._limiter = LogLimiter(log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = time.monotonic()
-        status = 500
+        arrived, status = time.monotonic(), 500
+        name = new_request_id()
         try:
-            status = await self._serve(scope, receive, send, arrived)
+            status = await self._serve(scope, receive, send, arrived, name)
         except (_ClientGoneError, ClientDisconnect):
             status = 499  # nobody to answer to; the number is what proxies log
         except KVFerryError as error:
             status = http_status(error)
-            await _error(error)(scope, receive, send)
+            await _error(error, name)(scope, receive, send)
         except Exception:
-            log.exception("request failed")
-            body = error_body(KVFerryError("internal error; the gateway's log says more"))
-            await _json(body, 500)(scope, receive, send)
+            log.exception("request %s failed", name)
+            body = error_body(KVFerryError("internal error; the gateway's log says more"), name)
+            await _json(body, 500, request_headers(name))(scope, receive, send)
         finally:
             self._metrics.requests.labels(code=str(status)).inc()
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, arrived: float) -> int:
-        served = self._router.served()
-        with self._bodies.one() as body:
-            data = await body.read(Request(scope, receive))
-            # Encoding a long text takes a while: not in the event loop.
-            request = await asyncio.get_running_loop().run_in_executor(None, parse_completion, data, served)
-        call = _Call(self._router, request, arrived, receive)
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, arrived: float, name: str) -> int:
+        try:
+            served, request = await self._parse(Request(scope, receive), name)
+            call = _Call(self._router, request, arrived, receive)
+        except KVFerryError as error:  # what fails later, the router logs
+            text = "request %s is refused [%s]: %s"
+            self._limiter.log(logging.INFO, error.code, text, name, error.code, error)
+            raise
         try:
             with self._metrics.in_flight.track_inprogress():
                 if request.stream:
@@ -158,6 +163,14 @@ class _Completions:
                 return await self._whole(call, Answer(request, served), scope, receive, send)
         finally:
             call.close()
+
+    async def _parse(self, http: Request, name: str) -> tuple[ServedModel, CompletionRequest]:
+        served = self._router.served()
+        with self._bodies.one() as body:
+            data = await body.read(http)
+            # Encoding a long text takes a while: not in the event loop.
+            loop = asyncio.get_running_loop()
+            return served, await loop.run_in_executor(None, parse_completion, data, served, name)
 
     async def _whole(self, call: _Call, answer: Answer, scope: Scope, receive: Receive, send: Send) -> int:
         while True:
@@ -171,7 +184,9 @@ class _Completions:
         done = _checked(event, answer)
         answer.finish()
         self._metrics.observe(done, answer.timing(done), len(answer.token_ids))
-        await _Sender(send, self._limits.send_timeout_s).response(_json(answer.body(done)), scope, receive)
+        await _Sender(send, self._limits.send_timeout_s).response(
+            _json(answer.body(done), headers=request_headers(answer.id)), scope, receive
+        )
         return 200
 
     async def _stream(self, call: _Call, answer: Answer, send: Send) -> int:
@@ -180,7 +195,7 @@ class _Completions:
             _checked(event, answer)
             raise KVFerryError("the decode worker ended the request without a token")
         out = _Sender(send, self._limits.send_timeout_s)
-        await out.start()
+        await out.start(request_headers(answer.id))
         try:
             while isinstance(event, Tokens):
                 if not answer.stopped:
@@ -192,8 +207,8 @@ class _Completions:
             self._metrics.observe(done, answer.timing(done), len(answer.token_ids))
             await out.event(answer.last_chunk(answer.finish(), done))
         except KVFerryError as error:
-            log.debug("stream failed after %d tokens: %s", len(answer.token_ids), error)
-            await out.event(error_body(error))
+            log.debug("stream of %s failed after %d tokens: %s", answer.id, len(answer.token_ids), error)
+            await out.event(error_body(error, answer.id))
         await out.end()
         return 200
 
@@ -237,9 +252,10 @@ class _Sender:
         """A whole answer."""
         await response(scope, receive, self._put)
 
-    async def start(self) -> None:
+    async def start(self, more: Mapping[str, str]) -> None:
         """The head of a stream of events."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        headers += [(name.encode(), value.encode()) for name, value in more.items()]
         await self._put({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def event(self, body: object) -> None:
@@ -317,6 +333,7 @@ class _Body:
 
 def create_app(router: RequestRouter, limits: HttpLimits, metrics: GatewayMetrics) -> Starlette:
     """The gateway's HTTP application over ``router``."""
+    started = int(time.time())
 
     async def live(_request: Request) -> Response:
         return _json({"live": True})
@@ -333,7 +350,7 @@ def create_app(router: RequestRouter, limits: HttpLimits, metrics: GatewayMetric
             served: ServedModel = router.served()
         except NoWorkerError as error:
             return _error(error)
-        entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "kvferry"}
+        entry = {"id": served.name, "object": "model", "created": started, "owned_by": "kvferry"}
         return _json({"object": "list", "data": [{**entry, "max_model_len": served.max_model_len}]})
 
     async def exposition(_request: Request) -> Response:

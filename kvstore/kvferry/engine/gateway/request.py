@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,12 +26,21 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the workers behind the gateway serve; ``tokenizer`` is absent if the gateway has none."""
+    """What the workers behind the gateway serve.
+
+    ``tokenizer`` is absent if the gateway has none; ``no_tokenizer`` says why, for messages.
+    """
 
     name: str
     vocab_size: int
     max_model_len: int
     tokenizer: Tokenizer | None = None
+    no_tokenizer: str = "this gateway was started without --model"
+
+
+def new_request_id() -> str:
+    """A name for one request: in its answer, in the log lines of all three processes, in errors."""
+    return f"cmpl-{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class CompletionRequest:
         scope: What separates its cached KV from that of others.
         stream: Whether the answer comes as server-sent events.
         model: Name of the model, as served.
+        id: Its name, see :func:`new_request_id`.
     """
 
     tokens: npt.NDArray[np.uint32]
@@ -52,6 +63,7 @@ class CompletionRequest:
     scope: KeyScope = KeyScope()  # noqa: RUF009  frozen
     stream: bool = False
     model: str = ""
+    id: str = field(default_factory=new_request_id)
 
 
 def _shown(value: object) -> str:
@@ -130,6 +142,14 @@ _FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "ignore_eos": lambda v: _flag("ignore_eos", v),
     "stream_options": _stream_options,  # usage is always in the last chunk
 }
+_JSON_KINDS: Mapping[type, str] = {
+    type(None): "null",
+    bool: "a JSON boolean",
+    int: "a JSON number",
+    float: "a JSON number",
+    str: "a JSON string",
+    list: "a JSON array",
+}
 _OTHER_FIELDS = ("model", "prompt", "user")
 # Fields of the OpenAI API that are not supported, with the values that change nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -147,8 +167,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def parse_completion(body: bytes, served: ServedModel) -> CompletionRequest:
-    """Read and check a request.
+def parse_completion(body: bytes, served: ServedModel, request_id: str | None = None) -> CompletionRequest:
+    """Read and check a request; ``request_id`` is its name, a new one if there is none yet.
 
     Raises:
         InvalidFieldError: Malformed JSON, an unknown or unsupported field, a value out of range, an
@@ -164,7 +184,9 @@ def parse_completion(body: bytes, served: ServedModel) -> CompletionRequest:
         raise UnknownModelError(f"model {_shown(model)} is not served here; {served.name!r} is")
     # null means "not given" to every OpenAI client
     values = {k: read(fields[k]) for k, read in _FIELDS.items() if fields.get(k) is not None}
-    tokens = _prompt(fields.get("prompt"), served)
+    if fields.get("prompt") is None:
+        raise InvalidFieldError("prompt is missing, must be text or a list of token ids", "prompt")
+    tokens = _prompt(fields["prompt"], served)
     sampling = SamplingParams(
         max_tokens=values.get("max_tokens", 16),
         temperature=values.get("temperature", 1.0),
@@ -176,20 +198,23 @@ def parse_completion(body: bytes, served: ServedModel) -> CompletionRequest:
     _check_length(len(tokens), sampling.max_tokens, served.max_model_len)
     stop = values.get("stop", ())
     if stop and served.tokenizer is None:
-        raise InvalidFieldError(
-            "stop needs text, and this gateway has no tokenizer (start it with --model)", "stop"
-        )
+        raise InvalidFieldError(f"stop needs text, and there is no tokenizer: {served.no_tokenizer}", "stop")
     scope = KeyScope(salt=values.get("cache_salt"))
-    return CompletionRequest(tokens, sampling, stop, scope, values.get("stream", False), served.name)
+    request_id = request_id or new_request_id()
+    return CompletionRequest(
+        tokens, sampling, stop, scope, values.get("stream", False), served.name, request_id
+    )
 
 
 def _decode(body: bytes) -> dict[str, Any]:
+    if not body.strip():
+        raise InvalidFieldError("the body is empty, must be a JSON object")
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InvalidFieldError(f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise InvalidFieldError(f"the body is a JSON {type(fields).__name__}, must be an object")
+        raise InvalidFieldError(f"the body is {_JSON_KINDS[type(fields)]}, must be a JSON object")
     return fields
 
 
@@ -202,9 +227,7 @@ def _check_names(fields: dict[str, Any]) -> None:
                 f"unknown field {name[:80]!r}" + (f", did you mean {hint!r}?" if hint else ""), name[:80]
             )
         if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-            raise InvalidFieldError(
-                f"{name} is not supported; leave it out or send {_NEUTRAL[name][0]!r}", name
-            )
+            raise InvalidFieldError(f"{name} {_shown(value)} is not supported; leave it out", name)
 
 
 def _prompt(value: object, served: ServedModel) -> npt.NDArray[np.uint32]:
@@ -215,7 +238,7 @@ def _prompt(value: object, served: ServedModel) -> npt.NDArray[np.uint32]:
             raise InvalidFieldError("prompt is empty, needs at least one token", "prompt")
         if served.tokenizer is None:
             raise InvalidFieldError(
-                "prompt is text, and this gateway has no tokenizer: send token ids, or start it with --model",
+                f"prompt is text, and there is no tokenizer: {served.no_tokenizer}; send token ids",
                 "prompt",
             )
         value = served.tokenizer.encode(value)
@@ -241,5 +264,5 @@ def _check_length(prompt_tokens: int, max_tokens: int, limit: int) -> None:
             f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, together "
             f"{prompt_tokens + max_tokens}: over the limit of {limit} (max_model_len); "
             "shorten the prompt or ask for fewer tokens",
-            "prompt",
+            "prompt" if prompt_tokens >= limit else "max_tokens",
         )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from kvferry.core.clock import deadline_in, earliest, is_past, time_left
@@ -25,10 +24,10 @@ from kvferry.core.errors import (
 from kvferry.core.log import LogLimiter
 from kvferry.engine.gateway.events import Done, Failed, OnEvent, Tokens
 from kvferry.engine.gateway.fleet import Fleet, Pair, Worker
+from kvferry.engine.gateway.model import GatewayModel
 from kvferry.engine.gateway.request import CompletionRequest, ServedModel
 from kvferry.engine.gateway.timing import Marks, clock_offset, on_our_clock
 from kvferry.engine.pools import ChannelPools
-from kvferry.engine.tokenizer import Tokenizer
 from kvferry.wire import Channel
 from kvferry.wire.messages import (
     Cancel,
@@ -79,7 +78,7 @@ class Router:
     Args:
         fleet: The workers.
         pools: Channels to them.
-        tokenizer: For the HTTP side; absent if there is none.
+        model: The gateway's own folder of the model, for the tokenizer; absent if none was given.
         limits: Time limits.
         max_in_flight: Requests under way at once; one more is refused.
     """
@@ -89,7 +88,7 @@ class Router:
         fleet: Fleet,
         pools: ChannelPools,
         *,
-        tokenizer: Tokenizer | None,
+        model: GatewayModel | None,
         limits: TimeLimits,
         max_in_flight: int,
     ) -> None:
@@ -97,7 +96,7 @@ class Router:
         self.pools = pools
         self.limits = limits
         self.limiter = LogLimiter(log)
-        self._tokenizer = tokenizer
+        self._model = model
         self._max_in_flight = max_in_flight
         self._lock = threading.Lock()
         self._runs: set[_Run] = set()
@@ -112,9 +111,12 @@ class Router:
             NoWorkerError: If no matching pair of workers is up.
         """
         description = self.fleet.description()
-        return ServedModel(
-            description.model, description.vocab_size, description.max_model_len, self._tokenizer
-        )
+        served = ServedModel(description.model, description.vocab_size, description.max_model_len)
+        if self._model is None:
+            return served
+        if self._model.tokenizer is None:
+            return replace(served, no_tokenizer=self._model.problem)
+        return replace(served, tokenizer=self._model.tokenizer)
 
     def submit(self, request: CompletionRequest, arrived: float, on_event: OnEvent) -> _Run:
         """Start a request.
@@ -178,7 +180,7 @@ class _Run:
         self._request = request
         self._arrived = arrived
         self._on_event = on_event
-        self._name = uuid.uuid4().hex
+        self._name = request.id
         self._deadline = arrived + router.limits.total_s
         self._kv_deadline = min(self._deadline, arrived + router.limits.kv_s)
         self._cancelled = threading.Event()
@@ -213,6 +215,14 @@ class _Run:
             log.exception("request %s failed", self._name)
             self._on_event(Failed(KVFerryError(f"{type(error).__name__} in the gateway; its log says more")))
         else:
+            log.info(
+                "request %s: %d prompt tokens, %d of them cached, %d generated, %s",
+                self._name,
+                done.prompt_tokens,
+                done.cached_tokens,
+                done.generated_tokens,
+                "stopped by a stop string" if done.reason == "cancelled" else done.reason,
+            )
             self._on_event(done)
         finally:
             self._router.forget(self)

@@ -15,14 +15,14 @@ import uvicorn
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.config import Config
-from kvferry.core.errors import ConfigError, KVFerryError
+from kvferry.core.errors import ConfigError
 from kvferry.engine.gateway.fleet import Fleet
 from kvferry.engine.gateway.http import HttpLimits, create_app
 from kvferry.engine.gateway.metrics import GatewayMetrics
+from kvferry.engine.gateway.model import open_model
 from kvferry.engine.gateway.router import Router, TimeLimits
 from kvferry.engine.pools import ChannelPools
 from kvferry.engine.process import StopSignal, print_ready, require_loopback
-from kvferry.engine.tokenizer import Tokenizer, load_tokenizer
 from kvferry.wire import ChannelOptions
 
 __all__ = ["make_router", "serve"]
@@ -48,7 +48,12 @@ class _Server(uvicorn.Server):
 
 
 def make_router(config: Config) -> Router:
-    """The router of a configuration; its fleet is not started yet."""
+    """The router of a configuration; its fleet is not started yet.
+
+    Raises:
+        ConfigError: If the model's folder does not exist.
+    """
+    model = open_model(config)
     gateway, wire = config.gateway, config.wire
     options = ChannelOptions(
         role=_ROLE,
@@ -59,20 +64,24 @@ def make_router(config: Config) -> Router:
         max_payload_nbytes=wire.max_payload,
     )
     pools = ChannelPools(options)
-    fleet = Fleet(gateway.prefill, gateway.decode, pools, connect_timeout_s=gateway.connect_timeout)
+    fleet = Fleet(
+        gateway.prefill,
+        gateway.decode,
+        pools,
+        connect_timeout_s=gateway.connect_timeout,
+        refusal=None if model is None else model.refusal,
+    )
     limits = TimeLimits(
         gateway.connect_timeout, gateway.queue_timeout, gateway.prefill_timeout, gateway.total_timeout
     )
-    return Router(
-        fleet, pools, tokenizer=_tokenizer(config), limits=limits, max_in_flight=gateway.max_in_flight
-    )
+    return Router(fleet, pools, model=model, limits=limits, max_in_flight=gateway.max_in_flight)
 
 
 def serve(config: Config, stop: StopSignal) -> None:
     """Serve until a signal asks to stop.
 
     Raises:
-        ConfigError: If the address cannot be bound, or the tokenizer not be read.
+        ConfigError: If the address cannot be bound, or the model's folder does not exist.
     """
     address = parse_url(config.gateway.listen, default_scheme="http", default_port=8400)
     require_loopback(address.url, "--listen (gateway.listen)", trusted_network=config.wire.trusted_network)
@@ -129,15 +138,3 @@ def _bind(address: Address) -> socket.socket:
 
 def _url(address: Address, bound: socket.socket) -> str:
     return Address("http", address.host, bound.getsockname()[1]).url
-
-
-def _tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the model folder, if one was given."""
-    if not config.model.path:
-        log.warning("no model folder given (--model): prompts must be token ids, answers have no text")
-        return None
-    try:
-        return load_tokenizer(config.model.path)
-    except KVFerryError as error:
-        log.warning("%s: prompts must be token ids, answers have no text", error)
-        return None

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -20,6 +19,7 @@ from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.model import Model
+from kvferry.engine.model_folder import KNOWN_MODELS, resolve_model_folder
 from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
@@ -130,11 +130,12 @@ def load_engine(config: Config) -> Engine:
     """
     if not config.model.path:
         raise ConfigError("no model given: use --model DIR (model.path)")
-    path = Path(config.model.path)
+    path = resolve_model_folder(config.model.path, log.info)
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     model = load_model(path, config.model.dtype)
-    name = config.model.name or path.resolve().name  # after loading: a loop of links has no name
+    known = KNOWN_MODELS.get(config.model.path)
+    name = config.model.name or known or path.resolve().name  # after loading: a loop of links has no name
     found = revision(path) if config.model.revision == "auto" else config.model.revision
     if not found:
         log.warning("model %s has no revision: entries are keyed by name only", name)

@@ -309,7 +309,9 @@ class DecodeWorker:
             generation.cancelled.set()
         if end.error is not None:
             raise end.error
-        log.info("request %s: %d tokens, %s", message.request, sent, end.reason)
+        # the gateway cancels a generation that it still listens to only for a stop string
+        reason = "stopped by the gateway (stop string)" if end.reason == "cancelled" else end.reason
+        log.info("request %s: %d tokens, %s", message.request, sent, reason)
         finished = Finished(
             reason=end.reason,
             generated_tokens=sent,

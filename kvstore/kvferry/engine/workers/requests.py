@@ -9,11 +9,12 @@ from typing import TypeAlias
 from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.errors import (
     ConnectionClosedError,
+    KVFerryError,
     ProtocolError,
     RequestCancelledError,
 )
 from kvferry.wire import Channel, Incoming
-from kvferry.wire.messages import Cancel, Message, Ping, Pong
+from kvferry.wire.messages import Cancel, Generate, Message, Ping, Pong, Prefill
 
 __all__ = ["POLL_S", "CancelWatch", "Handlers", "serve_requests"]
 
@@ -68,7 +69,12 @@ def serve_requests(channel: Channel, handlers: Handlers, stopping: Callable[[], 
         message = incoming.message
         handler = handlers.get(type(message))
         if handler is not None:
-            handler(channel, incoming)
+            try:
+                handler(channel, incoming)
+            except KVFerryError as error:
+                if isinstance(message, (Prefill, Generate)):
+                    error.request = message.request
+                raise
         elif isinstance(message, Ping):
             channel.reply(incoming, Pong(at=time.monotonic()), deadline=deadline_in(_SEND_TIMEOUT_S))
         elif not isinstance(message, Cancel):  # a late one crossed the answer on its way
