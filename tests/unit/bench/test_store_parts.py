@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,13 @@ import pytest
 from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens, parse_keys
 from kvferry.bench.child import anonymous_rss, run_child
 from kvferry.bench.disk_pattern import DiskPattern, FileShape, drop_page_cache, filesystem_of
-from kvferry.bench.registry import GROUPS, Options
+from kvferry.bench.registry import GROUPS, Options, run_group
+from kvferry.bench.results import Result
+from kvferry.bench.scenarios import store_disk
 from kvferry.bench.scenarios.store import SCENARIOS, StoreOptions, Workplace
 from kvferry.bench.scenarios.store_disk import direct_modes
 from kvferry.core.buffers import page_aligned
-from kvferry.core.errors import CapacityError, ConfigError, KVFerryError, UnknownPluginError
+from kvferry.core.errors import CapacityError, ConfigError, KVFerryError, StoreError, UnknownPluginError
 from kvferry.core.keys import block_keys
 from kvferry.store.disk import DiskOptions, DiskTier
 
@@ -63,6 +67,23 @@ def test_options_name_what_is_wrong() -> None:
     with pytest.raises(ConfigError, match="a block of 100 bytes"):
         StoreOptions.of(Options(params={"sizes": "100"}))
     assert tuple(SCENARIOS) == GROUPS["store"].scenarios
+
+
+def test_what_the_disk_refuses_is_an_error_with_the_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(options: StoreOptions, progress: object) -> Iterator[Result]:
+        raise OSError(errno.EINVAL, "Invalid argument")
+        yield
+
+    monkeypatch.setattr(store_disk, "run_write", refuse)
+    options = Options(params={"scenario": "store.write.disk"})
+    with pytest.raises(StoreError, match=r"store\.write\.disk: Invalid argument \(EINVAL\).*--direct"):
+        list(run_group("store", options, lambda *_: None))
+
+
+def test_a_lookup_over_more_than_memory_is_refused() -> None:
+    options = Options(params={"scenario": "store.lookup", "entries": 10**12})
+    with pytest.raises(CapacityError, match="ask for fewer with --entries"):
+        list(run_group("store", options, lambda *_: None))
 
 
 def test_a_workplace_is_removed_and_says_where_it_was(tmp_path: Path) -> None:

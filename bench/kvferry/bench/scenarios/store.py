@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from kvferry.bench.pairing import MIN_RUNS, Progress
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Param, Result
 from kvferry.core.cachedir import cache_dir
-from kvferry.core.errors import CapacityError, ConfigError, UnknownPluginError
+from kvferry.core.errors import CapacityError, ConfigError, StoreError, UnknownPluginError
 from kvferry.core.nearest import did_you_mean
 from kvferry.core.units import format_nbytes, parse_nbytes
 
@@ -100,12 +101,22 @@ class _Scenario(Protocol):
 
 
 def run(options: Options, progress: Progress) -> Iterator[Result]:
-    """Run the group."""
+    """Run the group.
+
+    Raises:
+        StoreError: If the disk refuses what the baseline asks of it.
+    """
     own = StoreOptions.of(options)
     for name in own.scenarios:
         module, function = SCENARIOS[name].split(":")
         scenario: _Scenario = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-        yield from scenario(own, progress)
+        try:
+            yield from scenario(own, progress)
+        except OSError as error:
+            reason = f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no number')})"
+            raise StoreError(
+                f"{name}: {reason}; is the disk full, or can it not do O_DIRECT? See --dir and --direct"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,11 @@ from kvferry.bench.child import anonymous_rss, run_child, serve_child
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
 from kvferry.bench.scenarios.store import StoreOptions
+from kvferry.core.arena import available_memory
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import KVFerryError
+from kvferry.core.errors import CapacityError, KVFerryError
+from kvferry.core.units import format_nbytes
 from kvferry.store.tiered import TieredStore
 
 __all__ = ["run_lookup"]
@@ -30,6 +32,7 @@ _BLOCK_NBYTES = 4096
 _FLUSH_NBYTES = 64 << 20
 _LOOKUPS = 20  # a run
 _PROMPTS = 64
+_MOST_ENTRY_NBYTES = 1024  # index, the plain dict beside it, and what else a child needs
 _TIMEOUT_S = 600.0
 _WAIT_S = 60.0
 
@@ -37,6 +40,12 @@ _WAIT_S = 60.0
 def run_lookup(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     """Run the scenario: one result for the time, one for the memory of an entry."""
     entries = max(1, options.lookup_entries // _CHAIN) * _CHAIN
+    needed, available = entries * (_BLOCK_NBYTES + _MOST_ENTRY_NBYTES), available_memory()
+    if needed > available:
+        raise CapacityError(
+            f"store.lookup over {entries} entries needs {format_nbytes(needed)} of memory, "
+            f"{format_nbytes(available)} are available; ask for fewer with --entries"
+        )
     label = f"store.lookup entries={entries}"
     progress(label, 0, 1)
     flush = min(_FLUSH_NBYTES, options.walk_nbytes)
