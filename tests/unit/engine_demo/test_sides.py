@@ -107,6 +107,19 @@ def test_a_lost_connection_names_the_process_that_ended() -> None:
         split(lambda _: httpx.Response(502), check).generate([1], "s", Ask(5), lambda _: None)
 
 
+def test_a_process_that_is_seen_to_have_ended_a_moment_later_is_named_too() -> None:
+    asked = 0
+
+    def check() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise ChildError("the prefill process ended", name="prefill")
+
+    with pytest.raises(ChildError, match="prefill"):
+        split(lambda _: httpx.Response(502), check).generate([1], "s", Ask(5), lambda _: None)
+
+
 def test_an_answer_that_takes_too_long_is_given_up() -> None:
     with pytest.raises(TransferTimeoutError, match="not complete in time"):
         split(lambda _: httpx.Response(200, content=sse(event("a")))).generate(

@@ -18,6 +18,8 @@ from kvferry.engine.demo.report import PARTS, Answer
 
 __all__ = ["Ask", "Side", "SingleProcess", "SplitDeployment"]
 
+_ENDING_S = 0.5
+
 OnText = Callable[[str], None]
 _FIGURES = (
     "kv_nbytes",
@@ -91,6 +93,17 @@ class SplitDeployment:
                 raise TransferTimeoutError(f"the gateway is not ready in time: {reason}")
             pause.poll(50)
 
+    def _check_ending(self) -> None:
+        """Raise if a process has ended, the better explanation of a failure.
+
+        Its connections break a moment before it can be seen to have ended.
+        """
+        pause, deadline = select.poll(), deadline_in(_ENDING_S)
+        self._check()
+        while not is_past(deadline):
+            pause.poll(20)
+            self._check()
+
     def generate(self, prompt: Sequence[int], salt: str, ask: Ask, on_text: OnText) -> Answer:
         """One streamed completion.
 
@@ -119,10 +132,10 @@ class SplitDeployment:
                 on_text(piece)
                 last = event
         except KVFerryError:
-            self._check()  # a process that ended is the better explanation
+            self._check_ending()
             raise
         except httpx.HTTPError as error:
-            self._check()
+            self._check_ending()
             raise TransportError(f"the request to the gateway failed: {error!r}") from error
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ProtocolError(

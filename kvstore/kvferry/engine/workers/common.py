@@ -214,7 +214,7 @@ def listen(
     except ConnectError as error:
         raise listening(error, url, option) from error
     except UnknownPluginError as error:
-        schemes = ", ".join(f"{name}://" for name in transports.names())
+        schemes = ", ".join(f"{name}://" for name in transports.names() if name != "inproc")
         raise ConfigError(
             f"{url} ({option}): no transport has this scheme; a {role} worker listens on {schemes}"
         ) from error
