@@ -18,6 +18,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvferry.engine.tiny import make_tiny
+
 DEMO = [sys.executable, "-m", "kvferry.cli", "demo"]
 TIMEOUT_S = 100.0
 PARTS = ("queue", "prefill", "transfer_exposed", "first_decode")
@@ -143,6 +145,25 @@ def test_bad_options_are_refused_before_anything_starts(
     assert "Traceback" not in done.stderr
     assert "starting" not in done.stderr
     assert done.stdout == ""
+
+
+def test_a_log_level_that_the_processes_would_refuse_is_refused_first(environment: dict[str, str]) -> None:
+    done = run({**environment, "KVFERRY_LOG__LEVEL": "bogus"}, "--model", "tiny")
+    assert done.returncode == 2
+    assert "log.level = 'bogus' (from environment KVFERRY_LOG__LEVEL)" in done.stderr
+    assert "starting" not in done.stderr
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_said_before_anything_starts(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    model = make_tiny(tmp_path / "small", layers=1, vocab=100)  # bytes go up to 255
+    done = run(environment, "--model", str(model))
+    assert done.returncode == 2
+    assert (
+        "the model's vocabulary is 0..99: tokenizer.json and config.json are not of the same" in done.stderr
+    )
+    assert "starting" not in done.stderr
 
 
 def test_a_process_that_dies_is_said_with_the_end_of_its_log(

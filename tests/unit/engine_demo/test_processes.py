@@ -19,12 +19,11 @@ def python(code: str) -> list[str]:
 
 
 def test_the_fields_of_the_ready_line() -> None:
-    code = (
-        "import time; print('noise\\nready role=decode listen=tcp://127.0.0.1:7', flush=True); time.sleep(60)"
-    )
+    line = "ready role=decode listen=tcp://127.0.0.1:7 model='my model'"
+    code = f'import time; print("noise\\n{line}", flush=True); time.sleep(60)'
     with Processes() as children:
         fields = children.start("decode", python(code)).wait_ready(deadline_in(30))
-    assert fields == {"role": "decode", "listen": "tcp://127.0.0.1:7"}
+    assert fields == {"role": "decode", "listen": "tcp://127.0.0.1:7", "model": "my model"}
 
 
 def test_a_child_that_ends_is_said_with_the_end_of_its_log() -> None:

@@ -78,6 +78,7 @@ class GatewayModel:
             return ""
         with self._lock:
             if self._computed is None:
+                log.info("comparing %s with the workers' model; large weights are read once", self.folder)
                 try:
                     self._computed = revision(self.folder)
                 except KVFerryError as error:  # such as a folder with the tokenizer alone
