@@ -21,20 +21,33 @@ def test_options_from_a_configuration() -> None:
     assert options.retry_s == 0.2
 
 
+def test_options_as_text() -> None:
+    """As they come from a tier that is given in one line."""
+    options = DiskOptions.from_mapping(
+        "tier disk",
+        {"directories": "/a,/b", "capacity": "1GiB", "read_threads": "2", "verify": "off", "retry_s": "2"},
+    )
+    assert options.directories == ("/a", "/b")
+    assert (options.read_threads, options.verify, options.retry_s) == (2, False, 2.0)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"capactiy": 1}, "capacity"),
         ({"capacity": "8G"}, "8G"),
         ({"capacity": 100}, "at least"),
-        ({"directories": "/data"}, "list of paths"),
-        ({"directories": []}, "one or more"),
+        ({"directories": "/data,,/more"}, "list of paths"),
+        ({"directories": 3}, "list of paths"),
+        ({"directories": []}, "list of paths"),
         ({"directories": ["/a", "/a"]}, "each once"),
         ({"directories": ["/a\0b"]}, "list of paths"),
         ({"sync": "sometimes"}, "none, data, full"),
         ({"read_threads": 0}, "1..64"),
-        ({"read_threads": True}, "int"),
-        ({"verify": 1}, "bool"),
+        ({"read_threads": True}, "whole number"),
+        ({"read_threads": "2.5"}, "whole number"),
+        ({"verify": 1}, "true or false"),
+        ({"verify": "maybe"}, "true or false"),
         ({"keep_free": -1}, "keep_free"),
         ({"retry_s": 0}, "retry_s"),
     ],

@@ -97,14 +97,13 @@ class DiskOptions:
             raise ConfigError(f"{where}: {error}") from error
 
 
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 def _converted(where: str, name: str, value: object) -> object:
+    """The value of an option, which may be text: a tier can be given in one line."""
     if name == "directories":
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ConfigError(f"{where} is {value!r}, must be a list of paths")
-        paths = cast("Sequence[object]", value)
-        if not all(isinstance(p, str) and p and "\0" not in p for p in paths):
-            raise ConfigError(f"{where} is {value!r}, must be a list of paths")
-        return tuple(cast("Sequence[str]", paths))
+        return _paths(where, value)
     try:
         if name.endswith("_nbytes") and isinstance(value, (str, int)):
             return parse_nbytes(value)
@@ -113,6 +112,23 @@ def _converted(where: str, name: str, value: object) -> object:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     wanted = {"sync": str, "direct": str, "eviction": str, "verify": bool}.get(name, int)
+    if wanted is bool and isinstance(value, str):
+        value = _WORDS.get(value.lower(), value)
+    if wanted is int and isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {value!r}, must be {wanted.__name__}")
+        raise ConfigError(f"{where} is {value!r}, must be {_NAMES[wanted]}")
     return value
+
+
+_NAMES: dict[type, str] = {str: "text", bool: "true or false", int: "a whole number"}
+
+
+def _paths(where: str, value: object) -> tuple[str, ...]:
+    """A list of paths, or text with commas between them."""
+    if isinstance(value, str):
+        value = value.split(",")
+    paths: list[object] = list(cast("Sequence[object]", value)) if isinstance(value, (list, tuple)) else []
+    if not paths or not all(isinstance(p, str) and p and "\0" not in p for p in paths):
+        raise ConfigError(f"{where} is {value!r}, must be a list of paths, or paths with commas between them")
+    return tuple(cast("list[str]", paths))
