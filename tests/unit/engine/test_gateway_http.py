@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 
 from kvferry.core.errors import (
     CapacityError,
@@ -110,10 +111,11 @@ def http(
     limits: HttpLimits = HttpLimits(),  # noqa: B008
     metrics: GatewayMetrics | None = None,
     stuck: bool = False,
+    app: Starlette | None = None,
     headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> Reply:
     """One request; with ``gone_when`` the client goes once that holds, with ``stuck`` it takes nothing."""
-    app = create_app(router, limits, metrics or GatewayMetrics())
+    app = app or create_app(router, limits, metrics or GatewayMetrics())
     reply = Reply()
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     scope: dict[str, Any] = {
@@ -382,6 +384,12 @@ def test_an_answer_an_error_and_the_router_have_one_request_id(caplog: pytest.Lo
         assert name.startswith("cmpl-")
         assert name == bad.headers["x-request-id"]
         assert f"request {name} is refused" in caplog.text
+    limited = FakeRouter(refused=OverloadedError("full"))
+    caplog.set_level(logging.DEBUG)
+    app = create_app(limited, HttpLimits(), GatewayMetrics())
+    names = [http(limited, body=ASK, app=app).json["error"]["request_id"] for _ in range(2)]
+    levels = [[r.levelname for r in caplog.records if name in r.getMessage()] for name in names]
+    assert levels == [["INFO"], ["DEBUG"]]
     late = FakeRouter([Tokens(0, (104,)), Failed(ConnectError("gone"))])
     events = http(late, body={**ASK, "stream": True}).events
     assert events[-1]["error"]["request_id"] == events[0]["id"] == late.requests[0].id

@@ -154,7 +154,8 @@ class _Completions:
             call = _Call(self._router, request, arrived, receive)
         except KVFerryError as error:  # what fails later, the router logs
             text = "request %s is refused [%s]: %s"
-            self._limiter.log(logging.INFO, error.code, text, name, error.code, error)
+            if not self._limiter.log(logging.INFO, error.code, text, name, error.code, error):
+                log.debug(text, name, error.code, error)  # summed up above, but each can be looked for
             raise
         try:
             with self._metrics.in_flight.track_inprogress():
