@@ -84,6 +84,8 @@ def _failed(state: DiskState, entry: DiskEntry, root: Root, error: OSError) -> R
         if state.index.discard(entry):
             state.index.gone(entry, entry.nbytes)
             state.count(("vanished",))
+            if state.tidies(entry.index):
+                root.tidy(entry.index.tenant, entry.index.namespace_id, entry.key)
         return ReadResult(ReadOutcome.MISS, "the file was removed by somebody else")
     if error.errno in _BAD_FILE:
         return _corrupt(state, entry, reason_of(error))
