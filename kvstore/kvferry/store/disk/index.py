@@ -109,7 +109,8 @@ class DiskIndex:
         self._namespaces: dict[tuple[str, bytes], NamespaceIndex] = {}
         self._busy: dict[DiskEntry, int] = {}
         self._pins: dict[DiskEntry, float] = {}
-        self._writing: dict[tuple[NamespaceIndex, BlockKey], threading.Event] = {}
+        # keys that are being written or removed; with an event once somebody waits for the end of it
+        self._writing: dict[tuple[NamespaceIndex, BlockKey], threading.Event | None] = {}
         self._numbers: dict[int, int] = {}  # one int object for all entries of a size
 
     # -- namespaces ------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ class DiskIndex:
             if entry.key in entry.index.entries:
                 self.used_nbytes -= entry.nbytes
                 return False
-            self._writing[name] = threading.Event()
+            self._writing[name] = None
             return True
 
     def take(self, home: NamespaceIndex, key: BlockKey) -> DiskEntry | None:
@@ -236,13 +237,13 @@ class DiskIndex:
         """The file of a discarded entry was dealt with, which freed so many bytes."""
         with self.lock:
             self.used_nbytes -= freed
-            self._writing.pop((entry.index, entry.key)).set()
+            self._ended((entry.index, entry.key))
 
     def put_back(self, entry: DiskEntry) -> None:
         """Undo :meth:`discard`: the file could not be removed."""
         with self.lock:
             self._insert(entry)
-            self._writing.pop((entry.index, entry.key)).set()
+            self._ended((entry.index, entry.key))
 
     def drop_root(self, root: int) -> int:
         """Forget all entries in a directory that is gone, and their bytes; returns how many."""
@@ -282,10 +283,9 @@ class DiskIndex:
         with self.lock:
             if key in home.entries:
                 return False
-            running = self._writing.get((home, key))
-            if running is not None:
-                return running
-            self._writing[home, key] = threading.Event()
+            if (home, key) in self._writing:
+                return self._event((home, key))
+            self._writing[home, key] = None
             return True
 
     def end_write(self, home: NamespaceIndex, key: BlockKey, stored: DiskEntry | None) -> None:
@@ -297,12 +297,12 @@ class DiskIndex:
                 if above is not None:
                     stored.parent = above.key  # one bytes object a key
                 self._insert(stored)
-            self._writing.pop((home, key)).set()
+            self._ended((home, key))
 
     def writes_running(self) -> list[threading.Event]:
         """One event for each write that is running now."""
         with self.lock:
-            return list(self._writing.values())
+            return [self._event(name) for name in self._writing]
 
     # -- room ------------------------------------------------------------------------------------------
 
@@ -366,9 +366,21 @@ class DiskIndex:
         self.entry_count += 1
         self._policy.inserted(entry)
 
+    def _event(self, name: tuple[NamespaceIndex, BlockKey]) -> threading.Event:
+        """Set when the write or removal of that key has ended."""
+        event = self._writing[name]
+        if event is None:
+            event = self._writing[name] = threading.Event()
+        return event
+
+    def _ended(self, name: tuple[NamespaceIndex, BlockKey]) -> None:
+        event = self._writing.pop(name)
+        if event is not None:
+            event.set()
+
     def _leave(self, entry: DiskEntry) -> None:
         self._forget(entry)
-        self._writing[entry.index, entry.key] = threading.Event()
+        self._writing[entry.index, entry.key] = None
 
     def _forget(self, entry: DiskEntry) -> None:
         tail = entry.index.discard(entry)

@@ -105,6 +105,8 @@ class Writes:
     def _choose_root(self, key: BlockKey) -> Root | None:
         """By the key; another one while that is down, failing or full."""
         roots = self._state.roots
+        if len(roots) == 1:
+            return roots[0] if roots[0].is_up else None
         first = int.from_bytes(key[1:5], "little") % len(roots)
         order = [*roots[first:], *roots[:first]]
         ready = [r for r in order if r.takes_writes and not r.is_full]
