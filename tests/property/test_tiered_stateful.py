@@ -7,8 +7,11 @@ far tier has no bound, so in calm weather nothing is ever lost, whatever memory 
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +31,7 @@ from kvferry.core.errors import CapacityError
 from kvferry.core.eviction import EvictionPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.store.breaker import Breaker
+from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.level import LevelOptions
 from kvferry.store.policies import (
     AlwaysAdmit,
@@ -41,12 +45,14 @@ from kvferry.store.policies import (
     WriteBack,
     WriteThrough,
 )
-from kvferry.store.tiered import TieredStore
+from kvferry.store.tier import Tier
+from kvferry.store.tiered import StoreOptions, TieredStore
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
 from kvferry.testing.fake_tier import FakeTier, Fault
+from kvferry.testing.faulty_files import Call, FaultyFiles
 
-SPECS = (small_spec("model-small"), small_spec("model-big", pages=3))
-PAGES = 9  # memory: four small blocks, or three big ones
+SMALL, OTHER, BIG = small_spec("model"), small_spec("model-other"), small_spec("model-big", pages=3)
+PAGES = 9  # memory: four blocks, or three big ones
 LONGEST = 3  # blocks of a chain: three big ones still fit
 Name = tuple[int, BlockKey]
 FAULTS = [
@@ -62,12 +68,15 @@ runs = st.tuples(st.integers(0, LONGEST - 1), st.integers(1, LONGEST)).map(
 )
 
 
+CALLS: list[Call] = ["open_read", "preadv", "create", "pwritev", "rename"]
+
+
 class StoreMachine(RuleBasedStateMachine):
     steps = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.near = FakeTier("near", 8 * 4096)
+        self.near: Tier = self.make_near()
         self.far = FakeTier("far")
         self.must: set[Name] = set()
         self.may: set[Name] = set()
@@ -77,9 +86,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.pinned = False
         self.calm = True
         self.stormy = False
+        self.mixed = False
+        self.specs = (SMALL, OTHER)
 
     @initialize(
         stormy=st.booleans(),
+        mixed=st.booleans(),
         eviction=st.sampled_from((LRUPolicy, S3FIFOPolicy)),
         near_write=st.sampled_from((WriteThrough, WriteBack, OnEvict)),
         far_write=st.sampled_from((WriteThrough, WriteBack, OnEvict)),
@@ -89,6 +101,7 @@ class StoreMachine(RuleBasedStateMachine):
     def start(
         self,
         stormy: bool,
+        mixed: bool,
         eviction: Callable[[int], EvictionPolicy],
         near_write: type[WriteThrough | WriteBack | OnEvict],
         far_write: type[WriteThrough | WriteBack | OnEvict],
@@ -102,19 +115,42 @@ class StoreMachine(RuleBasedStateMachine):
                 (self.far, LevelOptions(write=far_write(), promotion=promotion())),
             ],
             eviction=eviction,
+            lease_s=3600,
+            options=StoreOptions(prefetch_timeout_s=0.2),
         )
+        self.mixed = mixed  # blocks of two sizes may find room only in pieces
+        self.specs = (SMALL, BIG if mixed else OTHER)
         self.store = self.make()  # type: ignore[no-untyped-call]
         self.stormy = stormy
+
+    # ---- the near tier -----------------------------------------------------------------------------
+
+    def make_near(self) -> Tier:
+        return FakeTier("near", 8 * 4096)
+
+    def reopen_near(self) -> None:
+        assert isinstance(self.near, FakeTier)
+        self.near.reopen()
+
+    def hurt_near(self, what: tuple[str, Fault], odd: bool) -> None:
+        assert isinstance(self.near, FakeTier)
+        hurt(self.near, what, odd)
+
+    def heal_near(self) -> None:
+        assert isinstance(self.near, FakeTier)
+        heal(self.near)
 
     # ---- the model ---------------------------------------------------------------------------------
 
     def ns(self, space: int) -> Namespace:
-        return self.store.namespace(SPECS[space])
+        return self.store.namespace(self.specs[space])
 
     def keys(self, space: int, number: int, stop: int) -> list[BlockKey]:
         """Chains 0 and 1, and 2 and 3, share their first block."""
-        tokens = [number // 2] * SPECS[space].block_tokens + [number] * (stop - 1) * SPECS[space].block_tokens
-        return self.ns(space).keys(tokens[: stop * SPECS[space].block_tokens])
+        tokens = [number // 2] * self.specs[space].block_tokens + [number] * (stop - 1) * self.specs[
+            space
+        ].block_tokens
+        return self.ns(space).keys(tokens[: stop * self.specs[space].block_tokens])
 
     def forget(self, names: set[Name]) -> None:
         self.must -= names
@@ -146,7 +182,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.ns(space), keys, parent=parent, seconds=0.02 if self.held or not self.calm else 20
             )
         except CapacityError:
-            assert self.held or not self.calm
+            assert self.held or not self.calm or self.mixed
             self.blur()
             return
         if self.calm:
@@ -189,8 +225,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert lease.keys == tuple(keys[: len(lease)])
         for key in lease.keys:
             self.check_presence((space, key), True)
-        if not short:
-            assert len(lease) == prefix
+        assert short or len(lease) == prefix or (self.mixed and len(lease) < prefix)
         self.check_bytes(lease)
         if hold and len(self.reads) < 2:
             self.reads.append(lease)
@@ -298,10 +333,12 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stormy and self.calm)
     @rule(near=st.booleans(), what=st.sampled_from(FAULTS), odd=st.booleans(), space=spaces)
     def storm(self, near: bool, what: tuple[str, Fault], odd: bool, space: int) -> None:
-        tier = self.near if near else self.far
-        verb, fault = what
         self.calm = False
-        tier.fault = lambda v, key: fault if v == verb and (odd or key[0] % 2) else None
+        if near:
+            self.hurt_near(what, odd)
+        else:
+            hurt(self.far, what, odd)
+        verb, _ = what
         if verb == "read":
             self.load_all(space=space, first=0)
         else:
@@ -310,12 +347,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.calm)
     @rule()
     def calm_down(self) -> None:
-        for tier in (self.near, self.far):
-            tier.fault = lambda _verb, _key: None
-            tier.late.set()
-            tier.late = threading.Event()
+        self.heal_near()
+        heal(self.far)
         wait_until(lambda: self.store._prefetching == 0, 90)
-        wait_until(lambda: self.store.flush(deadline=deadline_in(10)) or self.store._writers[0].idle, 30)
+        wait_until(lambda: self.store.flush(deadline=deadline_in(10)) or not self.store._copying, 30)
         for level in self.store.levels:
             level.breaker = Breaker(level.name)
         self.store.flush(deadline=deadline_in(10))
@@ -327,7 +362,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.end_all()
         self.store.close()
-        self.near.reopen()
+        self.reopen_near()
         self.far.reopen()
         self.store = self.make()  # type: ignore[no-untyped-call]
         self.may |= self.undead  # a tier that could not remove them gives them to the next store
@@ -351,7 +386,8 @@ class StoreMachine(RuleBasedStateMachine):
         StoreMachine.steps += 1
         stats = self.store.stats()
         assert stats.used_nbytes <= stats.capacity_nbytes
-        assert self.near.usage().used_nbytes <= self.near.capacity_nbytes
+        near = self.near.usage()
+        assert near.used_nbytes <= near.capacity_nbytes
         for lease in self.reads:
             self.check_bytes(lease)
 
@@ -372,9 +408,50 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.close()
 
 
-def _run(examples: int, steps: int) -> None:
+def hurt(tier: FakeTier, what: tuple[str, Fault], odd: bool) -> None:
+    verb, fault = what
+    tier.late = threading.Event()
+    tier.fault = lambda v, key: fault if v == verb and (odd or key[0] % 2) else None
+
+
+def heal(tier: FakeTier) -> None:
+    tier.fault = lambda _verb, _key: None
+    tier.late.set()  # and left so: a write may just be about to return it
+
+
+class DiskMachine(StoreMachine):
+    """The same with real files near, whose system calls fail."""
+
+    def __init__(self) -> None:
+        self.folder = TemporaryDirectory()
+        self.files = FaultyFiles()
+        self.trouble = ExitStack()
+        super().__init__()
+
+    def make_near(self) -> Tier:
+        options = DiskOptions((self.folder.name,), 128 << 10, direct="off", retry_s=0.01)
+        return DiskTier("near", options, files=self.files)
+
+    def reopen_near(self) -> None:
+        self.near = self.make_near()
+
+    def hurt_near(self, what: tuple[str, Fault], odd: bool) -> None:
+        number = FAULTS.index(what)
+        code = errno.ENOSPC if odd else errno.EIO
+        self.trouble.enter_context(self.files.failing(CALLS[number % len(CALLS)], error=code))
+
+    def heal_near(self) -> None:
+        self.trouble.close()  # a disk that was full finds out at its next write
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.near.close()
+        self.folder.cleanup()
+
+
+def _run(machine: type[StoreMachine], examples: int, steps: int) -> None:
     run_state_machine_as_test(
-        StoreMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -390,13 +467,15 @@ def _run(examples: int, steps: int) -> None:
     )
 
 
-def test_a_tiered_store_agrees_with_the_model() -> None:
-    _run(60, 30)
+@pytest.mark.parametrize(("machine", "examples"), [(StoreMachine, 60), (DiskMachine, 20)])
+def test_a_tiered_store_agrees_with_the_model(machine: type[StoreMachine], examples: int) -> None:
+    _run(machine, examples, 30)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_tiered_store_agrees_with_the_model_for_long() -> None:
+@pytest.mark.parametrize("machine", [StoreMachine, DiskMachine])
+def test_a_tiered_store_agrees_with_the_model_for_long(machine: type[StoreMachine]) -> None:
     StoreMachine.steps = 0
     while StoreMachine.steps < 20_000:
-        _run(200, 60)
+        _run(machine, 200, 60)

@@ -19,7 +19,8 @@ class TierConfig(Section):
 
     Keys beside those named here are options of the tier's own kind, such as ``directory`` and ``capacity``
     of a disk. As text: ``disk:/var/cache/kv?capacity=100GiB&write=write_back``; what stands between the
-    colon and the question mark is the option ``directory``.
+    colon and the question mark is the option ``directory``, and an option that is named several times is a
+    list.
     """
 
     kind: str = Field(min_length=1, max_length=64, description="Which plug-in it is, such as disk.")
@@ -79,7 +80,7 @@ class TierConfig(Section):
         }
         options = dict(self.options)
         path = options.pop("directory", "")
-        query = urlencode({**options, **shown}, safe="/:[]")
+        query = urlencode({**options, **shown}, doseq=True, safe="/:[]")
         return f"{self.kind}:{quote(str(path))}{'?' if query else ''}{query}"
 
 
@@ -90,10 +91,11 @@ def _from_line(text: str) -> dict[str, object]:
         raise ConfigError(
             f"{text!r} is no tier; write kind:path?option=value, such as disk:/cache?capacity=8GiB"
         )
-    pairs = parse_qsl(query, keep_blank_values=True)
-    if len(dict(pairs)) < len(pairs):
-        raise ConfigError(f"{text!r} names an option twice")
-    found: dict[str, object] = dict(pairs)
+    found: dict[str, object] = {}
+    given = parse_qsl(query, keep_blank_values=True)
+    for name, value in given:
+        same = [v for n, v in given if n == name]
+        found[name] = same if len(same) > 1 else value
     if path:
         found["directory"] = unquote(path)
     return {"kind": kind, **found}

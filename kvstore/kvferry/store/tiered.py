@@ -406,6 +406,7 @@ class TieredStore(MemoryStore):
         if block.stored and not self._put(writer, block):
             writer.drop(1, block.nbytes)
         self._pool.drop(block)
+        self._cond.notify_all()
 
     def _used(self, blocks: Sequence[Block]) -> None:
         """Blocks in memory were used: tiers that admit on use may want them now."""

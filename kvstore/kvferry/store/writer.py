@@ -101,6 +101,7 @@ class TierWriter:
 
     def put(self, namespace: TierNamespace, block: Block, *, leaving: bool = False) -> None:
         """Queue a stored block; the caller asked :meth:`has_place`."""
+        self._keep_late(namespace.namespace_id, block.key)
         job = WriteJob(namespace, block, leaving=leaving)
         if leaving:
             self._pool.leave(block)
@@ -110,6 +111,14 @@ class TierWriter:
         self._jobs[namespace.namespace_id, block.key] = job
         self._queue.append(job)
         self._work.notify()
+
+    def _keep_late(self, namespace_id: bytes, key: BlockKey) -> None:
+        """A removed block is wanted again: a late write of it is not undone when it ends at last."""
+        for late in self._limbo:
+            job = late.job
+            if job.cancelled and (job.namespace.namespace_id, job.block.key) == (namespace_id, key):
+                job.cancelled = False
+                self.level.unmask(namespace_id, [key])
 
     def drop(self, count: int, nbytes: int) -> None:
         """Count blocks that are not written, since the queue has no place or the tier does not work."""

@@ -451,6 +451,27 @@ def test_a_source_that_a_late_write_may_read_stays(make_store: MakeStore) -> Non
     settle(store)
 
 
+def test_a_late_write_of_a_block_that_was_removed_and_saved_again_is_not_undone(
+    make_store: MakeStore,
+) -> None:
+    tier = FakeTier()
+    store = make_store(4, tier)
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 1, 1)
+    tier.fault = lambda verb, _key: Fault.LATE if verb == "write" else None
+    save_blocks(ns, keys)
+    wait_until(lambda: store.stats().per_tier["fake"].get("write_failed") == 1)
+    ns.remove(keys)
+    tier.fault = lambda _verb, _key: None
+    assert save_blocks(ns, keys) == 1
+    wait_until(lambda: in_tier(store, ns, keys) == [True])
+    tier.late.set()
+    settle(store)
+    assert in_tier(store, ns, keys) == [True]
+    assert ns.remove(keys) == 1
+    assert in_tier(store, ns, keys) == [False]
+
+
 def test_a_tier_that_raises_everywhere_fails_no_call(
     make_store: MakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
