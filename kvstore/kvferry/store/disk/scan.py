@@ -65,6 +65,7 @@ class _Walk:
         self.files = files
         self.clean = clean
         self.found = Scan()
+        self.sizes: dict[int, int] = {}  # one int object for all blocks of a size
 
     def top(self, fd: int) -> None:
         with os.scandir(fd) as entries:
@@ -119,7 +120,8 @@ class _Walk:
                     except OSError:  # just gone, or the medium fails: the first read will tell
                         continue
                     used_at = max(status.st_mtime_ns, status.st_atime_ns)
-                    blocks.append((used_at, key, disk_nbytes(status)))
+                    nbytes = disk_nbytes(status)
+                    blocks.append((used_at, key, self.sizes.setdefault(nbytes, nbytes)))
                 elif names.is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
                     seen -= self.temporary(fd, entry, path)
                 else:
