@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,13 +8,13 @@ import pytest
 
 from kvferry.core.blockstore import Namespace
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError, StoreError
+from kvferry.core.errors import CapacityError, LeaseExpiredError, StoreError
 from kvferry.core.keys import BlockKey
 from kvferry.core.memory import DRAM
 from kvferry.core.sessions import Session
 from kvferry.store.level import LevelOptions
 from kvferry.store.policies import OnEvict, SecondHitAdmit, WriteBack, WriteThrough
-from kvferry.store.tiered import StoreOptions, TieredStore
+from kvferry.store.tiered import TieredStore
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
 from kvferry.testing.fake_tier import FakeTier, Fault
 from kvferry.testing.store_calls import chain, loaded, settle
@@ -255,74 +254,6 @@ def test_what_a_tier_cannot_remove_is_never_shown_again(make_store: MakeStore) -
     settle(store)
 
 
-def test_c049_a_failing_write_leaves_the_other_tiers_going(
-    make_store: MakeStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    near, far = FakeTier("near"), FakeTier("far")
-    store = make_store(4, (near, LevelOptions(pause_s=60)), far)
-    ns = store.namespace(SPEC)
-    near.fault = lambda verb, _key: Fault.FAIL if verb == "write" else None
-    with caplog.at_level(logging.INFO, "kvferry.store"):
-        for number in range(8):
-            assert save_blocks(ns, chain(ns, number, 1)) == 1
-            settle(store)
-    assert near.calls["write"] == 3, "the breaker keeps it from being asked"
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert store.stats().per_tier["near"]["healthy"] == 0
-    assert near.usage().entries == 0
-    for number in range(8):
-        assert loaded(ns, chain(ns, number, 1)) == 1
-
-
-def test_the_breaker_tries_again_and_closes(make_store: MakeStore, caplog: pytest.LogCaptureFixture) -> None:
-    tier = FakeTier()
-    store = make_store(4, (tier, LevelOptions(errors=2, pause_s=0.05)))
-    ns = store.namespace(SPEC)
-    tier.fault = lambda verb, _key: Fault.FAIL if verb == "write" else None
-    with caplog.at_level(logging.INFO, "kvferry.store"):
-        for number in range(3):
-            save_blocks(ns, chain(ns, number, 2))
-            settle(store)
-        tier.fault = lambda _verb, _key: None
-        numbers = iter(range(10, 10000))
-
-        def works() -> bool:
-            save_blocks(ns, chain(ns, next(numbers), 1))
-            settle(store)
-            return store.stats().per_tier["fake"]["healthy"] == 1
-
-        wait_until(works)
-    assert [(r.levelname, r.message.endswith("works again")) for r in caplog.records] == [
-        ("WARNING", False),
-        ("INFO", True),
-    ]
-    assert store.stats().per_tier["fake"]["breaker_opened"] == 1
-
-
-def test_c050_reads_that_fail_are_told_once_and_the_next_key_is_served(
-    make_store: MakeStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    tier = FakeTier()
-    store = make_store(4, (tier, LevelOptions(errors=4, pause_s=60)))
-    ns = store.namespace(SPEC)
-    keys = [chain(ns, number, 1)[0] for number in range(8)]
-    for key in keys:
-        save_blocks(ns, [key])
-        settle(store)
-    tier.fault = lambda verb, key: Fault.FAIL if verb == "read" and key in keys[:4] else None
-    with caplog.at_level(logging.INFO, "kvferry.store"):
-        assert [loaded(ns, [key]) for key in keys[:3]] == [0, 0, 0]
-        assert loaded(ns, keys[4:5]) == 1, "evicted for the reads that failed: from the tier"
-        assert loaded(ns, keys[3:4]) == 0
-    assert not caplog.records, "three errors, then a success"
-    with caplog.at_level(logging.INFO, "kvferry.store"):
-        assert [loaded(ns, [key]) for key in keys[:4]] == [0] * 4
-    assert len(caplog.records) == 1
-    assert ns.lookup(keys[:4]).tiers == (None,) * 4, "not shown while the tier is not asked"
-    assert set(ns.lookup(keys[6:]).tiers) == {DRAM}
-    assert loaded(ns, keys[6:]) == 2, "memory goes on"
-
-
 def test_c056_a_reader_sees_a_miss_or_all_bytes(make_store: MakeStore) -> None:
     tier = FakeTier()
     tier.on_write = lambda _key: time.sleep(0.002)
@@ -435,74 +366,6 @@ def test_close_wakes_who_waits(make_store: MakeStore) -> None:
     thread.join(30)
     assert "closed" in str(caught[0])
     held.abort()
-
-
-def test_a_source_that_a_late_write_may_read_stays(make_store: MakeStore) -> None:
-    tier = FakeTier()
-    store = make_store(2, tier)
-    ns = store.namespace(SPEC)
-    tier.fault = lambda verb, _key: Fault.LATE if verb == "write" else None
-    save_blocks(ns, chain(ns, 1, 2))
-    with pytest.raises(CapacityError):
-        save_blocks(ns, chain(ns, 2, 1), seconds=0.2)
-    tier.fault = lambda _verb, _key: None
-    tier.late.set()
-    assert save_blocks(ns, chain(ns, 2, 2), seconds=30) == 2
-    settle(store)
-
-
-def test_a_late_write_of_a_block_that_was_removed_and_saved_again_is_not_undone(
-    make_store: MakeStore,
-) -> None:
-    tier = FakeTier()
-    store = make_store(4, tier)
-    ns = store.namespace(SPEC)
-    keys = chain(ns, 1, 1)
-    tier.fault = lambda verb, _key: Fault.LATE if verb == "write" else None
-    save_blocks(ns, keys)
-    wait_until(lambda: store.stats().per_tier["fake"].get("write_failed") == 1)
-    ns.remove(keys)
-    tier.fault = lambda _verb, _key: None
-    assert save_blocks(ns, keys) == 1
-    wait_until(lambda: in_tier(store, ns, keys) == [True])
-    tier.late.set()
-    settle(store)
-    assert in_tier(store, ns, keys) == [True]
-    assert ns.remove(keys) == 1
-    assert in_tier(store, ns, keys) == [False]
-
-
-def test_a_tier_that_raises_everywhere_fails_no_call(
-    make_store: MakeStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    tier = FakeTier()
-    store = make_store(4, (tier, LevelOptions(pause_s=60)))
-    ns = store.namespace(SPEC)
-    tier.fault = lambda _verb, _key: Fault.RAISE
-    for number in range(6):
-        keys = chain(ns, number, 1)
-        assert save_blocks(ns, keys) == 1
-        assert loaded(ns, keys) == 1
-        assert ns.lookup([*keys, BlockKey(bytes(32))]).prefix == 1
-        settle(store)
-    assert ns.remove(chain(ns, 5, 1)) == 1
-    assert ns.clear() == 3
-    assert [r.levelname for r in caplog.records].count("ERROR") == 1
-
-
-def test_options_that_cannot_be_used_are_refused() -> None:
-    for call in (
-        lambda: StoreOptions(watermarks=(0.9, 0.5)),
-        lambda: StoreOptions(prefetch_jobs=0),
-        lambda: LevelOptions(queue_nbytes=0),
-        lambda: LevelOptions(read_timeout_s=0),
-        lambda: TieredStore(N, [FakeTier("a"), FakeTier("a")]),
-        lambda: TieredStore(N, [FakeTier(DRAM)]),
-        lambda: TieredStore(N, [(FakeTier(), LevelOptions(errors=0))]),
-        lambda: TieredStore(1 << 60, [FakeTier()]),
-    ):
-        with pytest.raises(ConfigError):
-            call()
 
 
 def test_sessions_share_blocks_of_all_tiers(make_store: MakeStore) -> None:
