@@ -15,9 +15,9 @@ FIELDS = {
     "p99_us", "cpu_s_per_gb", "verified",
 }  # fmt: skip
 BASELINES = {
-    "store.save.dram": {"memcpy_cold"},
+    "store.save.dram": {"memcpy_cold", "memcpy_private"},
     "store.load.dram": {"memcpy_cold"},
-    "store.evict": {"memcpy_cold"},
+    "store.evict": {"memcpy_cold", "memcpy_private"},
     "store.write.disk": {"disk_pattern"},
     "store.read.disk": {"disk_pattern"},
 }

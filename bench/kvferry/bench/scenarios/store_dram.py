@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
 from kvferry.bench.ceilings import MemcpyCold
 from kvferry.bench.pairing import Progress, run_paired
@@ -94,6 +96,31 @@ class _Memory:
             self._make_room()
         return Sample(seconds, self.calls * self.batch * self.nbytes, cpu, tuple(latencies))
 
+    def copy(self) -> Sample:
+        """The ceiling: the same copies between the same memory, with all that the store does left untimed.
+
+        Memory of one machine differs by a third in speed from place to place, so only equal places compare.
+        """
+        chains = [(chain, self._blocks(chain)) for chain in self._new_chains(self.calls)]
+        leases = [
+            self.namespace.reserve(chain.keys, parent=None, deadline=deadline_in(_WAIT_S))
+            for chain, _ in chains
+        ]
+        pairs = [
+            (np.frombuffer(lease.view(n), np.uint8), np.frombuffer(source, np.uint8))
+            for lease, (_, blocks) in zip(leases, chains, strict=True)
+            for n, (_, source) in enumerate(blocks)
+        ]
+        start = time.perf_counter()
+        for slot, source in pairs:
+            np.copyto(slot, source)
+        seconds = time.perf_counter() - start
+        for lease in leases:
+            lease.commit()
+        if not self.evict:
+            self._make_room()
+        return Sample(seconds, len(pairs) * self.nbytes)
+
     def verify(self) -> bool:
         """Whether what the last run saved is there and right, and evictions were what was asked for."""
         if (self.store.stats().evicted_blocks > 0) != self.evict:
@@ -134,9 +161,9 @@ def _saves(scenario: str, options: StoreOptions, progress: Progress, *, evict: b
         for batch in sorted({1, min(_SAVE_BATCH, max(1, _SAVE_BATCH_NBYTES // nbytes))}):
             memory = _Memory(nbytes, batch, options, evict=evict)
             try:
-                memcpy = MemcpyCold(nbytes, memory.calls * batch, walk_nbytes=options.walk_nbytes)
+                private = MemcpyCold(nbytes, memory.calls * batch, walk_nbytes=options.walk_nbytes)
                 samples = run_paired(
-                    {"subject": memory, "memcpy_cold": memcpy},
+                    {"subject": memory, "memcpy_cold": memory.copy, "memcpy_private": private},
                     runs=options.runs,
                     warmup=options.warmup,
                     progress=progress,
@@ -146,7 +173,12 @@ def _saves(scenario: str, options: StoreOptions, progress: Progress, *, evict: b
             finally:
                 memory.store.close()
             values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
-            params: dict[str, Param] = {**_params(nbytes, batch, options), "policy": "lru"}
+            params: dict[str, Param] = {
+                **_params(nbytes, batch, options),
+                "policy": "lru",
+                "memcpy_cold": "same sources and slots",
+                "memcpy_private": "memory of its own",
+            }
             yield summarise(scenario, params, "GB/s", values, samples=samples["subject"], verified=verified)
 
 
