@@ -8,9 +8,11 @@ far tier has no bound, so in calm weather nothing is ever lost, whatever memory 
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -30,21 +32,10 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError
 from kvferry.core.eviction import EvictionPolicy
 from kvferry.core.keys import BlockKey
+from kvferry.store import policies
 from kvferry.store.breaker import Breaker
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.level import LevelOptions
-from kvferry.store.policies import (
-    AlwaysAdmit,
-    AlwaysPromote,
-    LRUPolicy,
-    NeverPromote,
-    OnEvict,
-    S3FIFOPolicy,
-    SecondHitAdmit,
-    SecondHitPromote,
-    WriteBack,
-    WriteThrough,
-)
 from kvferry.store.tier import Tier
 from kvferry.store.tiered import StoreOptions, TieredStore
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
@@ -66,14 +57,13 @@ chains = st.integers(0, 4)
 runs = st.tuples(st.integers(0, LONGEST - 1), st.integers(1, LONGEST)).map(
     lambda r: (r[0], min(LONGEST, r[0] + r[1]))
 )
-
-
-CALLS: list[Call] = ["open_read", "preadv", "create", "pwritev", "rename"]
+CALLS: list[Call] = ["open_read", "preadv", "create", "pwritev", "rename", "unlink"]
+# what takes the whole directory away, where the near tier is a disk
+AWAY = [("read", Fault.LOST), ("contains", Fault.RAISE), ("remove", Fault.RAISE)]
 
 
 class StoreMachine(RuleBasedStateMachine):
     steps = 0
-    may_return = False  # whether a removed block may come back after a fault of the near tier
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,21 +83,21 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(
         stormy=st.booleans(),
         mixed=st.booleans(),
-        eviction=st.sampled_from((LRUPolicy, S3FIFOPolicy)),
-        near_write=st.sampled_from((WriteThrough, WriteBack, OnEvict)),
-        far_write=st.sampled_from((WriteThrough, WriteBack, OnEvict)),
-        admission=st.sampled_from((AlwaysAdmit, SecondHitAdmit)),
-        promotion=st.sampled_from((AlwaysPromote, SecondHitPromote, NeverPromote)),
+        eviction=st.sampled_from((policies.LRUPolicy, policies.S3FIFOPolicy)),
+        near_write=st.sampled_from((policies.WriteThrough, policies.WriteBack, policies.OnEvict)),
+        far_write=st.sampled_from((policies.WriteThrough, policies.WriteBack, policies.OnEvict)),
+        admission=st.sampled_from((policies.AlwaysAdmit, policies.SecondHitAdmit)),
+        promotion=st.sampled_from((policies.AlwaysPromote, policies.SecondHitPromote, policies.NeverPromote)),
     )
     def start(
         self,
         stormy: bool,
         mixed: bool,
         eviction: Callable[[int], EvictionPolicy],
-        near_write: type[WriteThrough | WriteBack | OnEvict],
-        far_write: type[WriteThrough | WriteBack | OnEvict],
-        admission: type[AlwaysAdmit | SecondHitAdmit],
-        promotion: type[AlwaysPromote | SecondHitPromote | NeverPromote],
+        near_write: type[policies.WriteThrough | policies.WriteBack | policies.OnEvict],
+        far_write: type[policies.WriteThrough | policies.WriteBack | policies.OnEvict],
+        admission: type[policies.AlwaysAdmit | policies.SecondHitAdmit],
+        promotion: type[policies.AlwaysPromote | policies.SecondHitPromote | policies.NeverPromote],
     ) -> None:
         self.make = lambda: TieredStore(
             PAGES * 4096,
@@ -148,16 +138,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     def keys(self, space: int, number: int, stop: int) -> list[BlockKey]:
         """Chains 0 and 1, and 2 and 3, share their first block."""
-        tokens = [number // 2] * self.specs[space].block_tokens + [number] * (stop - 1) * self.specs[
-            space
-        ].block_tokens
-        return self.ns(space).keys(tokens[: stop * self.specs[space].block_tokens])
+        size = self.specs[space].block_tokens
+        return self.ns(space).keys(([number // 2] * size + [number] * (stop - 1) * size)[: stop * size])
 
     def forget(self, names: set[Name]) -> None:
         self.must -= names
         self.may -= names
-        if self.may_return:
-            self.undead |= names
 
     def blur(self) -> None:
         """After something that a fault may have spoiled: only what the far tier holds is sure."""
@@ -217,7 +203,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not found:
             assert not self.calm or name not in self.must, "lost"
         else:
-            assert name in self.must | self.may or (self.may_return and name in self.undead), "came back"
+            assert name in self.must | self.may, "came back"
 
     @rule(space=spaces, number=chains, stop=st.integers(1, LONGEST), hold=st.booleans())
     def load(self, space: int, number: int, stop: int, hold: bool) -> None:
@@ -289,7 +275,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.undead |= names
         self.forget(names)
-        assert self.may_return or self.ns(space).lookup(keys).prefix == 0
+        assert self.ns(space).lookup(keys).prefix == 0
 
     @rule(space=spaces)
     def clear(self, space: int) -> None:
@@ -402,7 +388,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.end_all()
         for space in range(2):
             self.ns(space).clear()
-            assert self.may_return or self.ns(space).lookup(self.keys(space, 0, LONGEST)).prefix == 0
+            assert self.ns(space).lookup(self.keys(space, 0, LONGEST)).prefix == 0
         self.store.flush(deadline=deadline_in(20))
         stats = self.store.stats()
         assert (stats.pinned_nbytes, stats.used_nbytes, stats.leases) == (0, 0, 0)
@@ -423,12 +409,7 @@ def heal(tier: FakeTier) -> None:
 
 
 class DiskMachine(StoreMachine):
-    """The same with real files near, whose system calls fail.
-
-    A file that could not be removed may be found again when its directory is looked through anew.
-    """
-
-    may_return = True
+    """The same with real files near, whose system calls fail, and whose directory goes away for a while."""
 
     def __init__(self) -> None:
         self.folder = TemporaryDirectory()
@@ -437,24 +418,57 @@ class DiskMachine(StoreMachine):
         super().__init__()
 
     def make_near(self) -> Tier:
-        options = DiskOptions((self.folder.name,), 128 << 10, direct="off", retry_s=0.01)
+        options = DiskOptions((f"{self.folder.name}/disk",), 128 << 10, direct="off", retry_s=0.01)
         return DiskTier("near", options, files=self.files)
 
     def reopen_near(self) -> None:
         self.near = self.make_near()
 
     def hurt_near(self, what: tuple[str, Fault], odd: bool) -> None:
+        if what in AWAY:
+            Path(self.folder.name, "disk").rename(Path(self.folder.name, "away"))
+            assert isinstance(self.near, DiskTier)
+            for root in self.near._state.roots:
+                assert self.near._state.check_vanished(root)
+            return
         number = FAULTS.index(what)
         code = errno.ENOSPC if odd else errno.EIO
         self.trouble.enter_context(self.files.failing(CALLS[number % len(CALLS)], error=code))
 
+    @precondition(lambda self: self.stormy and self.calm)
+    @rule(space=spaces, number=chains, everything=st.booleans())
+    def remove_while_it_is_away(self, space: int, number: int, everything: bool) -> None:
+        self.save_all(space, number)
+        self.flush()
+        self.storm(near=True, what=AWAY[0], odd=True, space=space)
+        if everything:
+            self.clear(space)
+        else:
+            self.remove(space, number, (0, LONGEST))
+        self.calm_down()
+        self.lookup(space, number, LONGEST)
+
     def heal_near(self) -> None:
         self.trouble.close()  # a disk that was full finds out at its next write
+        disk, away = Path(self.folder.name, "disk"), Path(self.folder.name, "away")
+        if away.exists():
+            away.rename(disk)
+
+        def settled() -> bool:
+            """It is up, and what could not be removed is gone."""
+            files = [name for _, _, names in os.walk(disk) for name in names if name.endswith(".safetensors")]
+            found = self.near.usage()
+            return not any(name.endswith(": down") for name in found.status) and found.entries == len(files)
+
+        wait_until(settled, 30)
 
     def teardown(self) -> None:
         super().teardown()
         self.near.close()
         self.folder.cleanup()
+
+
+CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
 def _run(machine: type[StoreMachine], examples: int, steps: int) -> None:
@@ -464,11 +478,7 @@ def _run(machine: type[StoreMachine], examples: int, steps: int) -> None:
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
-            suppress_health_check=[
-                HealthCheck.too_slow,
-                HealthCheck.data_too_large,
-                HealthCheck.filter_too_much,
-            ],
+            suppress_health_check=CHECKS,
             print_blob=True,
             database=None,
         ),

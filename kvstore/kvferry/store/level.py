@@ -215,6 +215,10 @@ class Level:
             return [False] * len(keys)
         return found
 
+    def forget(self, namespace: TierNamespace) -> None:
+        """All of a namespace is being removed, also what :meth:`entries` does not name."""
+        self._contained("forget", lambda: self.tier.forget(namespace), None)
+
     def entries(self, namespace: TierNamespace) -> list[BlockKey]:
         """Keys of all blocks that the tier knows of in one namespace."""
 

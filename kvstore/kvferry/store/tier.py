@@ -261,6 +261,14 @@ class Tier(ABC):
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """Forget blocks; whether each was held. One that is being read goes when the read is done."""
 
+    def forget(self, namespace: TierNamespace) -> None:
+        """All blocks of the namespace are being removed, those too that :meth:`scan` cannot name now.
+
+        Called before the others are named and removed. A tier of which no part can be out of reach for a
+        while leaves this method as it is.
+        """
+        del namespace
+
     def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, until: float) -> list[bool]:
         """Keep held blocks from eviction until ``until`` (monotonic); whether each is held and kept.
 

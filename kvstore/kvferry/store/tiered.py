@@ -360,6 +360,8 @@ class TieredStore(MemoryStore):
             gone = set(self._forget(ns, keys))
         space = self._space(namespace)
         for level in self.levels:
+            if keys is None:
+                level.forget(space)
             chosen = level.entries(space) if keys is None else list(dict.fromkeys(keys))
             for start in range(0, len(chosen), _REMOVE_BATCH):
                 batch = chosen[start : start + _REMOVE_BATCH]

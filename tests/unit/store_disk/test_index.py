@@ -8,6 +8,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.eviction import LRUPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
+from kvferry.store.disk.removals import Removals
 
 
 def key(number: int) -> BlockKey:
@@ -67,9 +68,8 @@ def test_the_tail_of_a_chain_goes_first() -> None:
 
 def test_a_parent_that_is_learned_later_counts() -> None:
     index, home = filled(0, capacity=100)
-    found = [(home, key(n), 10, 0) for n in (2, 1, 0)]  # the tail was written longest ago
-    loaded, doubles = index.load(found)
-    assert doubles == []
+    loaded = index.load([(home, key(n), 10) for n in (2, 1, 0)], 0)  # the tail was written longest ago
+    assert index.resisting() == []
     for entry, parent in zip(loaded, (1, 0, None), strict=True):
         assert not entry.verified
         index.learn(entry, None if parent is None else key(parent))
@@ -128,10 +128,66 @@ def test_a_key_is_written_by_one_and_not_while_its_file_goes() -> None:
 
 def test_a_block_found_twice_is_told() -> None:
     index, home = filled(1)
-    loaded, doubles = index.load([(home, key(0), 10, 1), (home, key(1), 10, 1)])
+    loaded = index.load([(home, key(0), 10), (home, key(1), 10)], 1)
+    doubles = index.resisting()
     assert [e.key for e in loaded] == [key(1)]
     assert [(e.key, e.root) for e in doubles] == [(key(0), 1)]
     assert index.used_nbytes == 30
+
+
+def test_a_block_that_is_removed_while_its_eviction_fails_does_not_come_back() -> None:
+    index, home = filled(1)
+    victims = index.evict(10)
+    assert victims is not None
+    assert index.take(home, key(0)) is None
+    assert not index.put_back(victims[0])
+    assert index.contains(home, [key(0)]) == [False]
+    assert (index.resisting(), index.used_nbytes) == (victims, 10)
+
+
+def test_a_file_in_another_directory_is_not_replaced_by_a_new_write() -> None:
+    index, home = filled(1)
+    entry = index.take(home, key(0))
+    assert entry is not None
+    index.resist(entry)
+    store(index, home, 0, root=1)
+    assert index.resisting() == [entry]
+    assert index.rediscard(entry) is True
+    found = index.take(home, key(0))
+    assert found is not None
+    index.gone(found, 10)
+    assert not isinstance(index.begin_write(home, key(0)), bool)  # not while the old file goes
+    index.cleared(entry, removed=True)
+    assert index.begin_write(home, key(0)) is True
+    assert index.used_nbytes == 0
+
+
+def test_a_write_cancels_a_removal_that_was_not_carried_out() -> None:
+    index, home = filled(0)
+    index.drop_root(0)
+    for number in range(3):
+        assert index.take(home, key(number)) is None
+    store(index, home, 1, root=1)
+    taken = index.take(home, key(2))
+    assert taken is None
+    index.drop_root(1)
+    loaded = index.load([(home, key(n), 10) for n in range(3)], 0)
+    assert [entry.key for entry in loaded] == [key(1)]
+
+
+def test_removals_that_are_remembered_are_bounded() -> None:
+    removals, home, other = Removals(max_keys=2), NamespaceIndex("t", b"a"), NamespaceIndex("t", b"b")
+    removals.absent.update((0, 1))
+    for number in range(3):
+        removals.add_absent(home, key(number))
+    assert not removals._keys
+    removals.add(1, other, key(0))
+    found = removals.find(1)
+    assert found is not None
+    assert found.has(home, key(9))  # all of the namespace, rather than one that comes back
+    assert found.has(other, key(0))
+    assert not found.has(other, key(1))
+    assert removals.find(1) is None
 
 
 def test_an_entry_takes_little_memory() -> None:

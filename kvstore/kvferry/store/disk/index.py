@@ -14,6 +14,7 @@ from kvferry.core.chains import ChainIndex
 from kvferry.core.eviction import Entry, EvictionPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk.header import HeaderTemplate
+from kvferry.store.disk.removals import Removals
 from kvferry.store.tier import UNKNOWN_PARENT, TierNamespace
 
 __all__ = ["DiskEntry", "DiskIndex", "NamespaceIndex", "Reservation"]
@@ -92,6 +93,17 @@ class NamespaceIndex(ChainIndex[DiskEntry]):
             self._orphans[parent] = self._orphans.get(parent, 0) + 1
 
 
+_Name = tuple[NamespaceIndex, BlockKey]
+
+
+def _event(busy: dict[_Name, threading.Event | None], name: _Name) -> threading.Event:
+    """Set when what is done to that key has ended."""
+    event = busy[name]
+    if event is None:
+        event = busy[name] = threading.Event()
+    return event
+
+
 class DiskIndex:
     """Entries, room, and what may not be touched now. Thread safe.
 
@@ -110,7 +122,11 @@ class DiskIndex:
         self._busy: dict[DiskEntry, int] = {}
         self._pins: dict[DiskEntry, float] = {}
         # keys that are being written or removed; with an event once somebody waits for the end of it
-        self._writing: dict[tuple[NamespaceIndex, BlockKey], threading.Event | None] = {}
+        self._writing: dict[_Name, threading.Event | None] = {}
+        # keys held or not, whose file in some directory is being removed again: nobody writes them
+        self._clearing: dict[_Name, threading.Event | None] = {}
+        self._unwanted: set[_Name] = set()  # removed while they were evicted
+        self._removals = Removals()
         self._numbers: dict[int, int] = {}  # one int object for all entries of a size
 
     # -- namespaces ------------------------------------------------------------------------------------
@@ -141,29 +157,31 @@ class DiskIndex:
         with self.lock:
             return list(home.entries.values())
 
-    def load(
-        self, found: Iterable[tuple[NamespaceIndex, BlockKey, int, int]]
-    ) -> tuple[list[DiskEntry], list[DiskEntry]]:
-        """Enter what was found at the start: namespace, key, bytes, root; what was used last comes last.
+    def load(self, found: Iterable[tuple[NamespaceIndex, BlockKey, int]], root: int) -> list[DiskEntry]:
+        """Enter all that was found in a directory: namespace, key, bytes; what was used last comes last.
 
-        Their bytes are counted even when they exceed the capacity.
+        Their bytes are counted even when they exceed the capacity. The files of those that were removed
+        meanwhile, or are held or being written in another directory, are of no use: they are resisting.
 
         Returns:
-            The entries, and those that are held or being written in another directory already:
-            the files of the latter are of no use, their bytes count.
+            The entries.
         """
         loaded: list[DiskEntry] = []
-        doubles: list[DiskEntry] = []
         with self.lock:
-            for home, key, nbytes, root in found:
+            removed = self._removals.find(root)
+            for home, key, nbytes in found:
+                held = home.entries.get(key)
+                if held is not None and held.root == root:
+                    continue  # written a moment ago
                 self.used_nbytes += nbytes
                 entry = DiskEntry(home, key, UNKNOWN_PARENT, self._shared(nbytes), root)
-                if key in home.entries or (home, key) in self._writing:
-                    doubles.append(entry)
+                useless = held is not None or (home, key) in self._writing
+                if useless or (removed is not None and removed.has(home, key)):
+                    self._removals.resisting.append(entry)
                 else:
                     self._insert(entry)
                     loaded.append(entry)
-        return loaded, doubles
+        return loaded
 
     def begin_read(self, home: NamespaceIndex, key: BlockKey) -> DiskEntry | None:
         """The entry of ``key``, kept from eviction until :meth:`end_read`."""
@@ -208,29 +226,71 @@ class DiskIndex:
             self._leave(entry)
             return True
 
+    def resist(self, entry: DiskEntry) -> None:
+        """The file of a discarded entry could not be removed: it is tried again, its bytes count."""
+        with self.lock:
+            self._resist(entry)
+            self._ended((entry.index, entry.key))
+
+    def left_behind(self, entry: DiskEntry) -> None:
+        """As :meth:`resist`, for a file that is nobody's: its bytes are counted from now on."""
+        with self.lock:
+            self.used_nbytes += entry.nbytes
+            self._resist(entry)
+
+    def resisting(self) -> list[DiskEntry]:
+        """Take all that could not be removed; the caller tries each again: see :meth:`rediscard`."""
+        with self.lock:
+            found, self._removals.resisting = self._removals.resisting, []
+            return found
+
     def rediscard(self, entry: DiskEntry) -> bool | None:
-        """As :meth:`discard`, for an entry that was forgotten before.
+        """Whether the file of an entry from :meth:`resisting` is to be removed: then :meth:`cleared` follows.
 
         Returns:
             ``False`` if the key was stored again, which replaced the file and freed its bytes; ``None`` if
-            it is just being written.
+            it is just being written: it is resisting again.
         """
         with self.lock:
             name = (entry.index, entry.key)
             if name in self._writing:
+                self._resist(entry)
                 return None
-            if entry.key in entry.index.entries:
+            held = entry.index.entries.get(entry.key)
+            if held is not None and held.root == entry.root:
                 self.used_nbytes -= entry.nbytes
                 return False
-            self._writing[name] = None
+            self._clearing[name] = None
             return True
 
-    def take(self, home: NamespaceIndex, key: BlockKey) -> DiskEntry | None:
-        """As :meth:`discard`, by key; returns the entry."""
+    def cleared(self, entry: DiskEntry, *, removed: bool) -> None:
+        """The file of an entry was tried to be removed again."""
         with self.lock:
+            if removed:
+                self.used_nbytes -= entry.nbytes
+            else:
+                self._resist(entry)
+            self._ended((entry.index, entry.key), self._clearing)
+
+    def bury(self, entry: DiskEntry) -> None:
+        """The directory of a discarded entry is down: the file goes when it is up."""
+        with self.lock:
+            self._removals.add(entry.root, entry.index, entry.key)
+
+    def forget(self, home: NamespaceIndex) -> None:
+        """All of a namespace was removed: what lies in directories that are down goes when they are up."""
+        with self.lock:
+            self._removals.add_namespace(home)
+
+    def take(self, home: NamespaceIndex, key: BlockKey) -> DiskEntry | None:
+        """As :meth:`discard`, by key; returns the entry. Holds for directories that are down, too."""
+        with self.lock:
+            self._removals.add_absent(home, key)
             entry = home.entries.get(key)
             if entry is not None:
                 self._leave(entry)
+            elif (home, key) in self._writing:
+                self._unwanted.add((home, key))
             return entry
 
     def gone(self, entry: DiskEntry, freed: int) -> None:
@@ -239,15 +299,24 @@ class DiskIndex:
             self.used_nbytes -= freed
             self._ended((entry.index, entry.key))
 
-    def put_back(self, entry: DiskEntry) -> None:
-        """Undo :meth:`discard`: the file could not be removed."""
+    def put_back(self, entry: DiskEntry) -> bool:
+        """Undo :meth:`discard`: the file could not be removed; ``False`` if the block was removed meanwhile.
+
+        Then it is resisting.
+        """
         with self.lock:
-            self._insert(entry)
+            back = (entry.index, entry.key) not in self._unwanted and entry.root not in self._removals.absent
+            if back:
+                self._insert(entry)
+            else:
+                self._resist(entry)
             self._ended((entry.index, entry.key))
+            return back
 
     def drop_root(self, root: int) -> int:
         """Forget all entries in a directory that is gone, and their bytes; returns how many."""
         with self.lock:
+            self.used_nbytes -= self._removals.lose(root)
             gone = [e for ns in self._namespaces.values() for e in ns.entries.values() if e.root == root]
             for entry in gone:
                 self._forget(entry)
@@ -283,8 +352,9 @@ class DiskIndex:
         with self.lock:
             if key in home.entries:
                 return False
-            if (home, key) in self._writing:
-                return self._event((home, key))
+            for busy in (self._writing, self._clearing):
+                if (home, key) in busy:
+                    return _event(busy, (home, key))
             self._writing[home, key] = None
             return True
 
@@ -297,12 +367,13 @@ class DiskIndex:
                 if above is not None:
                     stored.parent = above.key  # one bytes object a key
                 self._insert(stored)
+                self._removals.cancel(home, key)
             self._ended((home, key))
 
     def writes_running(self) -> list[threading.Event]:
         """One event for each write that is running now."""
         with self.lock:
-            return [self._event(name) for name in self._writing]
+            return [_event(self._writing, name) for name in self._writing]
 
     # -- room ------------------------------------------------------------------------------------------
 
@@ -366,15 +437,17 @@ class DiskIndex:
         self.entry_count += 1
         self._policy.inserted(entry)
 
-    def _event(self, name: tuple[NamespaceIndex, BlockKey]) -> threading.Event:
-        """Set when the write or removal of that key has ended."""
-        event = self._writing[name]
-        if event is None:
-            event = self._writing[name] = threading.Event()
-        return event
+    def _resist(self, entry: DiskEntry) -> None:
+        if entry.root in self._removals.absent:  # it went down meanwhile
+            self.used_nbytes -= entry.nbytes
+            self._removals.add(entry.root, entry.index, entry.key)
+        else:
+            self._removals.resisting.append(entry)
 
-    def _ended(self, name: tuple[NamespaceIndex, BlockKey]) -> None:
-        event = self._writing.pop(name)
+    def _ended(self, name: _Name, busy: dict[_Name, threading.Event | None] | None = None) -> None:
+        event = (self._writing if busy is None else busy).pop(name)
+        if busy is None:
+            self._unwanted.discard(name)
         if event is not None:
             event.set()
 

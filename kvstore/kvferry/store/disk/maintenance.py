@@ -105,11 +105,12 @@ class Maintenance:
                 self._woken = False
 
     def _look_after(self) -> float:
-        """Bring back directories and remove what resisted; returns how long to pause."""
+        """Bring back directories, remove what resisted, look for room; returns how long to pause."""
         busy = self._state.retry_removals()
         for root in self._state.roots:
             if not root.is_up:
                 busy |= not self._bring_back(root)
+            busy |= root.is_still_full()
         return self._state.options.retry_s if busy else _IDLE_S
 
     def _bring_back(self, root: Root) -> bool:

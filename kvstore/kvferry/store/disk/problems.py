@@ -45,6 +45,10 @@ class Problems:
         if text is not None:
             self._log.info("tier %s: %s: works again, after: %s", self._tier, where, text)
 
+    def has(self, where: str, kind: str) -> bool:
+        """Whether a condition is there."""
+        return (where, kind) in self._conditions
+
     def incident(self, kind: str, text: str) -> None:
         """Something happened once."""
         now = time.monotonic()

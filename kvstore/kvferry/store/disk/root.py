@@ -126,6 +126,7 @@ class Root:
         self._overhead = 0
         self._quarantined: deque[tuple[str, int]] = deque()
         self._full_until = 0.0
+        self._free_again_nbytes: int | None = None
         self._make_room_until = 0.0
         self._serial = time.time_ns()
 
@@ -231,17 +232,42 @@ class Root:
 
     # -- a full device ---------------------------------------------------------------------------------
 
-    def mark_full(self, *, evicted: bool) -> None:
+    def mark_full(self, nbytes: int, *, evicted: bool) -> None:
         """The device took no more, although room was made for it (``evicted``) or before any was made.
 
         Next time room is made first. If that does not help, somebody else has filled the device: then
-        nothing is evicted in vain for a while, and writes fail at once.
+        nothing is evicted in vain for a while, and writes fail at once. It is over with the next write that
+        succeeds, or when ``nbytes`` more are free than now.
         """
+        with contextlib.suppress(OSError):
+            self._free_again_nbytes = self.free_nbytes() + nbytes
         now = time.monotonic()
         self._make_room_until = now + _FULL_PAUSES * self._retry_s
         if evicted:
             self._full_until = self._make_room_until
         self._problems.begin(self.path, "full", "the device is full")
+
+    def is_still_full(self) -> bool:
+        """Look whether a full device has room again; ``False`` also if it was not full.
+
+        What ran out may be inodes or a quota, of which free bytes tell nothing: hence only more than there
+        were count.
+        """
+        wanted = self._free_again_nbytes
+        if wanted is None:
+            return False
+        if not self._problems.has(self.path, "full"):  # a write has found out
+            self._free_again_nbytes = None
+            return False
+        try:
+            if self.free_nbytes() < wanted:
+                return True
+        except OSError:
+            return True
+        self._free_again_nbytes = None
+        self._full_until = self._make_room_until = 0.0
+        self._problems.end(self.path, "full")
+        return False
 
     @property
     def needs_room(self) -> bool:

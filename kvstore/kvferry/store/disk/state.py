@@ -61,7 +61,6 @@ class DiskState:
         self.wake: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
-        self._resisting: list[DiskEntry] = []
 
     def count(self, names_: Iterable[str]) -> None:
         """Add one to each of the counters."""
@@ -81,10 +80,6 @@ class DiskState:
             self.problems.begin(root.path, "down", "the directory has vanished")
             root.stop()
             self.index.drop_root(root.number)
-            with self._lock:
-                lost = [e for e in self._resisting if e.root == root.number]
-                self._resisting = [e for e in self._resisting if e.root != root.number]
-            self.index.release(sum(e.nbytes for e in lost))
             self.wake()
         return True
 
@@ -99,12 +94,16 @@ class DiskState:
         except OSError as error:
             freed = entry.nbytes if is_gone(error) else 0
         finally:
-            self.index.gone(entry, freed)
+            if freed:
+                self.index.gone(entry, freed)
+            else:
+                self.index.resist(entry)
+                self.wake()
         self.count(("corrupt",))
         self.problems.incident("corrupt block", f"{entry.key.hex()[:16]}… in {root.path}: {reason}")
 
     def unlink(self, entry: DiskEntry) -> None:
-        """Remove the file of a discarded entry; it is fine if there is none.
+        """Remove the file of a discarded entry; it is fine if there is none, or its directory is down.
 
         Raises:
             OSError: If it is still there.
@@ -114,7 +113,8 @@ class DiskState:
             folder = root.folder(entry.index.tenant, entry.index.namespace_id, entry.key)
             self.files.unlink(names.block_name(entry.key), folder.fd)
         except RootDownError:
-            return  # all its bytes were given back when it went down
+            self.index.bury(entry)
+            return
         except OSError as error:
             if not is_gone(error):
                 raise
@@ -133,31 +133,30 @@ class DiskState:
         except OSError as error:
             reason = f"{names.block_name(entry.key)} in {self.roots[entry.root].path}: {reason_of(error)}"
             self.problems.incident("removal failed, tried again later", reason)
-            self.index.gone(entry, 0)
-            with self._lock:
-                self._resisting.append(entry)
+            self.index.resist(entry)
             self.wake()
         else:
             self.index.gone(entry, entry.nbytes)
 
+    def put_back(self, entry: DiskEntry) -> None:
+        """Hold an evicted entry again whose file could not be removed, unless the block was removed."""
+        if not self.index.put_back(entry):
+            self.wake()
+
     def retry_removals(self) -> bool:
-        """Try again what :meth:`remove` could not; whether something is left."""
-        with self._lock:
-            entries, self._resisting = self._resisting, []
-        left: list[DiskEntry] = []
-        for entry in entries:
+        """Try again what could not be removed; whether something is left. One thread's own."""
+        left = False
+        for entry in self.index.resisting():
             discarded = self.index.rediscard(entry)
-            if discarded is None:
-                left.append(entry)
+            left |= discarded is None
             if not discarded:
                 continue
+            removed = False
             try:
                 self.unlink(entry)
+                removed = True
             except OSError:
-                self.index.gone(entry, 0)
-                left.append(entry)
-            else:
-                self.index.gone(entry, entry.nbytes)
-        with self._lock:
-            self._resisting += left
-            return bool(self._resisting)
+                left = True
+            finally:
+                self.index.cleared(entry, removed=removed)
+        return left

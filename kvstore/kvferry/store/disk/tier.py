@@ -90,6 +90,8 @@ class DiskTier(Tier):
             Root(number, path, self.files, problems, lambda n: index.release(-n), options)
             for number, path in enumerate(options.directories)
         ]
+        for root in roots:
+            index.drop_root(root.number)  # until it was looked through
         self._state = DiskState(options, self.files, index, roots, problems)
         self._writes = Writes(self._state)
         self._homes: dict[TierNamespace, Home] = {}
@@ -126,9 +128,8 @@ class DiskTier(Tier):
         # in the order of their last use over all namespaces, without a second list of a million blocks
         runs = [_in_order(index.namespace(*name), found) for name, found in scan.blocks.items()]
         merged = heapq.merge(*runs, key=itemgetter(0))
-        loaded, doubles = index.load((home, key, nbytes, root.number) for _, home, key, nbytes in merged)
-        for entry in doubles:
-            self._remove_double(entry)
+        loaded = index.load(((home, key, nbytes) for _, home, key, nbytes in merged), root.number)
+        self._state.retry_removals()
         if scan.temporaries or scan.foreign_count or scan.errors:
             _log.info(
                 "tier %s: %s: removed %d temporaries; %d entries are not ours %s; not read: %s",
@@ -137,14 +138,6 @@ class DiskTier(Tier):
         self._shrink()
         self._choose_direct(root)
         return loaded
-
-    def _remove_double(self, entry: DiskEntry) -> None:
-        """A block that is in another directory too, since this one was down when it was written again."""
-        try:
-            self._state.unlink(entry)
-        except OSError:
-            return  # its bytes stay counted
-        self._state.index.release(entry.nbytes)
 
     def _shrink(self) -> None:
         """Evict what is above the cap, which may be lower than last time."""
@@ -252,7 +245,8 @@ class DiskTier(Tier):
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`.
 
-        A block is forgotten at once; its file goes later if it cannot be removed now.
+        A block is forgotten at once; its file goes later if it cannot be removed now, also if its directory
+        is down: then when that is back.
         """
         home = self._home(namespace)
         entries = [None if self._closed else self._state.index.take(home.held, key) for key in keys]
@@ -260,6 +254,10 @@ class DiskTier(Tier):
         # not by the writers: those may be waiting for these very keys
         self._readers.run(len(going), lambda number: self._state.remove(going[number]), deadline)
         return [entry is not None for entry in entries]
+
+    def forget(self, namespace: TierNamespace) -> None:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        self._state.index.forget(self._home(namespace).held)
 
     def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, until: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`."""

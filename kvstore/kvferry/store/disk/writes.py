@@ -96,7 +96,7 @@ class Writes:
                 self._drop_spare(room)
                 state.index.release(room.left)
         except OSError as error:
-            return self._failed(root, error, evicted=makes_room), None
+            return self._failed(root, error, home.template.file_nbytes, evicted=makes_room), None
         for kind in ("full", "writes fail"):
             state.problems.end(root.path, kind)
         entry = DiskEntry(home.held, block.key, block.parent, taken, root.number)
@@ -150,7 +150,7 @@ class Writes:
                     return WriteResult(WriteOutcome.FAILED, "no room was made by the deadline")
         finally:
             if spare is not None:
-                index.put_back(spare)
+                self._state.put_back(spare)
 
     @staticmethod
     def _choose_spare(home: Home, root: Root, victims: list[DiskEntry]) -> DiskEntry | None:
@@ -173,7 +173,7 @@ class Writes:
             self._state.unlink(entry)
         except OSError:
             self._state.index.release(-entry.nbytes)
-            self._state.index.put_back(entry)
+            self._state.put_back(entry)
         else:
             self._state.index.gone(entry, 0)
             self._state.count(("evicted",))
@@ -213,7 +213,7 @@ class Writes:
                 state.unlink(entry)
             except OSError as error:
                 failure = failure or error
-                state.index.put_back(entry)
+                state.put_back(entry)
             else:
                 state.index.gone(entry, entry.nbytes)
                 state.count(("evicted",))
@@ -292,28 +292,38 @@ class Writes:
             if sync == "full":
                 files.sync(folder.fd)
         except BaseException:
-            self._withdraw(name, root, folder, home.template.file_nbytes)
+            nbytes = home.template.file_nbytes
+            named = name == names.block_name(block.key)  # a whole file, which must not be found later
+            entry = DiskEntry(home.held, block.key, block.parent, nbytes, root.number) if named else None
+            self._withdraw(name, root, folder, nbytes, entry)
             raise
         if sync == "data":
             with self._lock:
                 self._unsynced[folder.fd] = folder
         return taken
 
-    def _withdraw(self, name: str, root: Root, folder: OpenFolder, nbytes: int) -> None:
+    def _withdraw(
+        self, name: str, root: Root, folder: OpenFolder, nbytes: int, entry: DiskEntry | None = None
+    ) -> None:
         try:
             self._state.files.unlink(name, folder.fd)
         except OSError as error:
             if not is_gone(error):
-                root.charge(nbytes)  # it lies there until the next start
+                if entry is None:
+                    root.charge(nbytes)  # it lies there until the next start
+                else:
+                    self._state.index.left_behind(entry)
+                    self._state.wake()
                 self._state.problems.incident("file left behind", f"{name}: {reason_of(error)}")
 
-    def _failed(self, root: Root, error: OSError, *, evicted: bool) -> WriteResult:
+    def _failed(self, root: Root, error: OSError, nbytes: int, *, evicted: bool) -> WriteResult:
         state = self._state
         reason = f"{root.path}: {reason_of(error)}"
         if isinstance(error, RootDownError) or (is_gone(error) and state.check_vanished(root)):
             return WriteResult(WriteOutcome.FAILED, f"{root.path}: the directory is down")
         if error.errno in _FULL:
-            root.mark_full(evicted=evicted)
+            root.mark_full(nbytes, evicted=evicted)
+            state.wake()  # to see when it has room again
         else:
             root.suspend_writes()
             state.problems.begin(root.path, "writes fail", reason_of(error))

@@ -1,0 +1,202 @@
+"""A removed block stays removed, also when its file could not go at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.clock import deadline_in
+from kvferry.core.keys import BlockKey
+from kvferry.store.disk import DiskTier
+from kvferry.store.tier import TierNamespace, WriteOutcome
+from kvferry.store.tiered import TieredStore
+from kvferry.testing.blocks import save_blocks, wait_until
+from kvferry.testing.disk_usage import disk_usage
+from kvferry.testing.faulty_files import FaultyFiles
+from kvferry.testing.tiers_common import (
+    HIT,
+    MISS,
+    SPEC,
+    STORED,
+    chain,
+    opened,
+    outcomes,
+    read,
+    write,
+    write_outcomes,
+)
+
+MakeTier = Callable[..., DiskTier]
+
+
+def stored_files(folder: Path) -> list[str]:
+    """Not by ``rglob``, which fails when a folder goes meanwhile. What is in quarantine ends otherwise."""
+    return [name for _, _, names in os.walk(folder) for name in names if name.endswith(".safetensors")]
+
+
+def take_away(tier: DiskTier, files: FaultyFiles, folder: Path, space: TierNamespace, key: BlockKey) -> Path:
+    """Move ``folder`` away and let the tier find out by reading ``key``; returns where it is."""
+    away = folder.with_name(folder.name + "-away")
+    folder.rename(away)
+    with files.failing("open_read", error=errno.ENOENT):
+        read(tier, space, [key])
+    assert not tier.usage().healthy
+    return away
+
+
+def bring_back(tier: DiskTier, away: Path, folder: Path) -> None:
+    away.rename(folder)
+    wait_until(lambda: tier.usage().healthy)
+
+
+def remove(tier: DiskTier, space: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+    return tier.remove(space, keys, deadline=deadline_in(20))
+
+
+def test_removed_while_the_directory_is_down(make_tier: MakeTier, folder: Path) -> None:
+    files = FaultyFiles()
+    tier = make_tier(files)
+    space = opened(tier, SPEC)
+    keys = chain(space, 1, 4)
+    write(tier, space, keys)
+    away = take_away(tier, files, folder, space, keys[0])
+    remove(tier, space, keys[2:])
+    bring_back(tier, away, folder)
+    wait_until(lambda: len(stored_files(folder)) == 2)
+    assert outcomes(read(tier, space, keys)) == [HIT, HIT, MISS, MISS]
+    wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
+    assert write_outcomes(write(tier, space, keys[2:])) == [STORED] * 2
+    away = take_away(tier, files, folder, space, keys[0])  # the removal is done with
+    bring_back(tier, away, folder)
+    assert outcomes(read(tier, space, keys)) == [HIT] * 4
+
+
+def test_a_directory_that_vanishes_before_what_resisted_is_gone(make_tier: MakeTier, folder: Path) -> None:
+    files = FaultyFiles()
+    tier = make_tier(files)
+    space = opened(tier, SPEC)
+    keys = chain(space, 1, 4)
+    write(tier, space, keys)
+    with files.failing("unlink"):
+        assert remove(tier, space, keys[2:]) == [True, True]
+        away = take_away(tier, files, folder, space, keys[0])
+        away.rename(folder)
+        wait_until(lambda: tier.usage().healthy)
+        assert outcomes(read(tier, space, keys)) == [HIT, HIT, MISS, MISS]
+        assert len(stored_files(folder)) == 4
+        assert tier.usage().used_nbytes == disk_usage(folder)
+    wait_until(lambda: len(stored_files(folder)) == 2)
+    wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
+
+
+def test_removed_before_the_directory_was_ever_seen(make_tier: MakeTier, folder: Path) -> None:
+    tier = make_tier()
+    space = opened(tier, SPEC)
+    keys = chain(space, 1, 4)
+    write(tier, space, keys)
+    tier.close()
+    away = folder.rename(folder.with_name("away"))
+    folder.write_text("")
+    again = make_tier()
+    opened(again, SPEC)
+    assert not again.usage().healthy
+    remove(again, space, keys[:1])
+    folder.unlink()
+    bring_back(again, away, folder)
+    assert outcomes(read(again, space, keys)) == [MISS, HIT, HIT, HIT]
+    wait_until(lambda: len(stored_files(folder)) == 3)
+
+
+def test_a_store_cleared_while_the_directory_is_down(make_tier: MakeTier, folder: Path) -> None:
+    files = FaultyFiles()
+    tier = make_tier(files)
+    store = TieredStore(1 << 20, [tier])
+    ns = store.namespace(SPEC)
+    keys = ns.keys([1] * SPEC.block_tokens * 3)
+    save_blocks(ns, keys)
+    assert store.flush(deadline=deadline_in(20))
+    space = opened(tier, SPEC)
+    away = take_away(tier, files, folder, space, keys[0])
+    ns.clear()
+    bring_back(tier, away, folder)
+    assert ns.lookup(keys).prefix == 0
+    wait_until(lambda: not stored_files(folder))
+    save_blocks(ns, keys)
+    assert store.flush(deadline=deadline_in(20))
+    assert outcomes(read(tier, space, keys)) == [HIT] * 3
+    store.close()
+
+
+def test_written_elsewhere_after_the_removal(make_tier: MakeTier, folder: Path, tmp_path: Path) -> None:
+    files, other = FaultyFiles(), tmp_path / "disk2"
+    tier = make_tier(files, directories=(str(folder), str(other)))
+    space = opened(tier, SPEC)
+    keys = [key for n in range(10) for key in chain(space, n, 1)]
+    write(tier, space, keys)
+    here = [key for key in keys if any(folder.rglob(f"{key.hex()}.safetensors"))]
+    assert len(here) > 1
+    away = take_away(tier, files, folder, space, here[0])
+    remove(tier, space, here)
+    assert write_outcomes(write(tier, space, here[1:])) == [STORED] * (len(here) - 1)
+    bring_back(tier, away, folder)
+    wait_until(lambda: not stored_files(folder))
+    assert outcomes(read(tier, space, here)) == [MISS] + [HIT] * (len(here) - 1)
+    wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder) + disk_usage(other))
+
+
+def test_corrupt_files_that_cannot_be_put_away_go_later(make_tier: MakeTier, folder: Path) -> None:
+    files = FaultyFiles()
+    tier = make_tier(files)
+    space = opened(tier, SPEC)
+    keys = chain(space, 1, 2)
+    write(tier, space, keys)
+    with files.failing("preadv", "rename", "unlink"):
+        read(tier, space, keys)
+        assert len(stored_files(folder)) == 2
+    wait_until(lambda: not stored_files(folder))
+    wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
+
+
+def test_a_write_that_failed_late_leaves_no_block(make_tier: MakeTier, folder: Path) -> None:
+    """The file has its name already when its folder cannot be synced, nor the file be removed."""
+    files = FaultyFiles()
+    tier = make_tier(files, sync="full")
+    space = opened(tier, SPEC)
+    keys = [chain(space, number, 1)[0] for number in range(5000)]
+    key = next(one for one in keys[1:] if one[0] == keys[0][0])
+    write(tier, space, keys[:1])  # makes the folder
+    with files.failing("sync", "unlink"):
+        assert write_outcomes(write(tier, space, [key])) == [WriteOutcome.FAILED]
+        assert len(stored_files(folder)) == 2
+        assert outcomes(read(tier, space, [key])) == [MISS]
+    wait_until(lambda: len(stored_files(folder)) == 1)
+    wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_device_that_was_full_works_again_before_the_next_write(make_tier: MakeTier, grown: bool) -> None:
+    class Device(FaultyFiles):
+        free = 4096
+
+        def free_nbytes(self, fd: int) -> int:
+            del fd
+            self.calls["free_nbytes"] += 1
+            return self.free
+
+    files = Device()
+    tier = make_tier(files)
+    space = opened(tier, SPEC)
+    with files.failing("pwritev", error=errno.ENOSPC):
+        write(tier, space, chain(space, 1, 1))
+    assert not tier.usage().healthy
+    if grown:
+        files.free = 1 << 30
+        wait_until(lambda: tier.usage().healthy)
+        assert write_outcomes(write(tier, space, chain(space, 1, 1))) == [STORED]
+    else:  # inodes or a quota may be what ran out: nothing says that it is over
+        wait_until(lambda: files.calls["free_nbytes"] > 3)
+        assert not tier.usage().healthy
