@@ -13,7 +13,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from kvferry.core import canonical
 from kvferry.core.errors import ConfigError
@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 SLICE_ALIGNMENT = 64
+RestoreKind: TypeAlias = Literal["all_blocks", "last_window", "snapshot"]
+_RESTORE_KINDS: Final[tuple[str, ...]] = get_args(RestoreKind)
 _SPEC_FORMAT = 1
 _NAMESPACE_FORMAT = 1
 
@@ -138,10 +140,12 @@ class Restore:
     ``ceil(window_tokens / block_tokens)``, ``snapshot`` the state stored at exactly that length.
     """
 
-    kind: Literal["all_blocks", "last_window", "snapshot"] = "all_blocks"
+    kind: RestoreKind = "all_blocks"
     window_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kind not in _RESTORE_KINDS:  # types are not checked where it comes from a file or a peer
+            raise ConfigError(f"restore rule {self.kind!r} is none of {', '.join(_RESTORE_KINDS)}")
         windowed = self.kind == "last_window"
         if windowed != (self.window_tokens is not None):
             raise ConfigError(

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from kvferry.core.canonical import encode
@@ -40,6 +41,13 @@ def test_specs_that_cannot_be_are_refused() -> None:
     for kind, window in (("all_blocks", 5), ("snapshot", 5), ("last_window", None), ("last_window", 0)):
         with pytest.raises(ConfigError, match="window_tokens"):
             Restore(kind, window)  # type: ignore[arg-type]
+    for unknown in ("nonsense", "", "ALL_BLOCKS", None):
+        with pytest.raises(ConfigError, match="none of all_blocks, last_window, snapshot"):
+            Restore(unknown)  # type: ignore[arg-type]
+    for decoder in (msgspec.json, msgspec.msgpack):
+        data = decoder.encode({"kind": "nonsense", "window_tokens": None})
+        with pytest.raises(msgspec.ValidationError, match="nonsense"):
+            decoder.decode(data, type=Restore)
     for axis in ("tp", "pp", "cp"):
         for rank, size in ((1, 1), (-1, 2), (0, 0)):
             with pytest.raises(ConfigError, match=f"{axis}_rank {rank}"):
