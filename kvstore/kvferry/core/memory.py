@@ -20,6 +20,7 @@ from kvferry.core.pool import BlockPool, Fill
 from kvferry.core.segments import Slot
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.core.tenants import check_tenant
 
 __all__ = ["DRAM", "MemoryNamespace", "MemoryStore", "SessionStore"]
 
@@ -36,7 +37,7 @@ class MemoryStore:
 
     Args:
         capacity_nbytes: Hard bound of the arena; memory is taken as it is needed.
-        tenant: Whose KV it holds.
+        tenant: Whose KV it holds; 1 to 120 bytes of UTF-8.
         lease_s: Seconds that a lease lasts.
         write_quota_nbytes: Most bytes that one session may have reserved and in quarantine together;
             the whole capacity if not given.
@@ -59,6 +60,7 @@ class MemoryStore:
         eviction: Callable[[int], EvictionPolicy] = LRUPolicy,
         placement: Placement = ANYWHERE,
     ) -> None:
+        check_tenant(tenant)
         if not lease_s > 0:
             raise ConfigError(f"lease_s is {lease_s}, must be above 0")
         if write_quota_nbytes is not None and write_quota_nbytes < 1:

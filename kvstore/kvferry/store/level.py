@@ -41,6 +41,12 @@ _PATIENCE_S = 0.5  # a tier that was given less time than this and was late is n
 T = TypeVar("T")
 _READ_WORKS = frozenset({ReadOutcome.HIT, ReadOutcome.CORRUPT})
 _WRITE_WORKS = frozenset({WriteOutcome.STORED, WriteOutcome.REFUSED})
+_COUNTS = (  # always shown: a counter that appears with its first event is hard to watch
+    *(f"read_{outcome.value}" for outcome in ReadOutcome),
+    *(f"write_{outcome.value}" for outcome in WriteOutcome),
+    *("read_skipped", "write_skipped", "write_dropped", "write_dropped_nbytes"),
+    *("promoted", "remove_failed", "faults"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,15 +104,28 @@ class Level:
         self.breaker = Breaker(
             tier.name, errors=options.errors, pause_s=options.pause_s, max_pause_s=60 * options.pause_s
         )
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._lock = threading.Lock()
         self._masked: Counter[tuple[bytes, BlockKey]] = Counter()
         self._undead: set[tuple[bytes, BlockKey]] = set()  # could not be removed: never shown again
         self._told = False
 
+    def figures(self) -> dict[str, float]:
+        """Gauges and counters for ``stats``: the tier's own, and what the store counts of its calls."""
+        usage = self.usage()
+        return {
+            "entries": float(usage.entries),
+            "used_nbytes": float(usage.used_nbytes),
+            "capacity_nbytes": float(usage.capacity_nbytes),
+            "healthy": float(usage.healthy and not self.breaker.is_open),
+            "breaker_opened": float(self.breaker.opened),
+            **{name: float(count) for name, count in usage.counters.items()},
+            **{name: float(count) for name, count in self.counts.items()},
+        }
+
     @property
     def counts(self) -> dict[str, int]:
-        """Counts by name, as they are now."""
+        """Counts by name, as they are now; also those that are 0."""
         with self._lock:
             return dict(self._counts)
 

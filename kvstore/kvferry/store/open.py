@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvferry.core.placement import Placement
 from kvferry.core.registry import Registry
 from kvferry.core.sessions import Session
+from kvferry.core.tenants import check_tenant
 from kvferry.store.level import LevelOptions
 from kvferry.store.policies import admission_policy, eviction_policy, promotion_policy, write_policy
 from kvferry.store.tier import Tier
@@ -28,12 +29,13 @@ def open_store(
 
     Args:
         config: The ``store`` section.
-        tenant: Whose KV it holds.
+        tenant: Whose KV it holds; 1 to 120 bytes of UTF-8.
         session: See :class:`~kvferry.core.memory.MemoryStore`.
 
     Raises:
         ConfigError: If a plug-in is not known or a value cannot be used; nothing stays open.
     """
+    check_tenant(tenant)  # before a tier makes its folders
     eviction = eviction_policy(config.eviction)
     watermarks = None if config.high_watermark >= 1 else (config.low_watermark, config.high_watermark)
     options = StoreOptions(

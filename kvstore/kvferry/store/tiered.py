@@ -176,17 +176,10 @@ class TieredStore(MemoryStore):
             return found
         per_tier = {name: dict(values) for name, values in found.per_tier.items()}
         for level, writer in zip(self.levels, self._writers, strict=True):
-            usage = level.usage()
             per_tier[level.name] = {
-                "entries": float(usage.entries),
-                "used_nbytes": float(usage.used_nbytes),
-                "capacity_nbytes": float(usage.capacity_nbytes),
-                "healthy": float(usage.healthy and not level.breaker.is_open),
-                "breaker_opened": float(level.breaker.opened),
                 "queued_nbytes": float(writer.queued_nbytes),
                 "lost_blocks": float(writer.lost_blocks),
-                **{name: float(count) for name, count in usage.counters.items()},
-                **{name: float(count) for name, count in level.counts.items()},
+                **level.figures(),
             }
         per_tier[DRAM]["prefetches_dropped"] = float(self._prefetch_dropped)
         return replace(found, per_tier=per_tier)

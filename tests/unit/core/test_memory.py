@@ -36,6 +36,19 @@ def test_bad_options_are_refused() -> None:
         MemoryStore(1 << 60)
 
 
+@pytest.mark.parametrize("tenant", ["", "x" * 121, "ä" * 61, None, b"t"])
+def test_a_tenant_id_that_no_tier_could_use_is_refused(tenant: str) -> None:
+    with pytest.raises(ConfigError, match="a tenant id"):
+        MemoryStore(1 << 20, tenant=tenant)
+
+
+@pytest.mark.parametrize("tenant", ["t", "x" * 120, "ä" * 60, "a/b"])
+def test_a_tenant_id_may_have_120_bytes(tenant: str) -> None:
+    store = MemoryStore(1 << 20, tenant=tenant)
+    assert store.tenant == tenant
+    store.close()
+
+
 def test_a_write_quota_bounds_reserved_and_quarantined_bytes() -> None:
     store = MemoryStore(8 * N, lease_s=0.05, write_quota_nbytes=4 * N)
     ns = store.namespace(SPEC)

@@ -10,7 +10,9 @@ from kvferry.core.config_sources import load_config
 from kvferry.core.errors import ConfigError, UnknownPluginError
 from kvferry.store import open as open_module
 from kvferry.store import open_store
+from kvferry.store.disk.names import tenant_folder
 from kvferry.store.policies import NeverPromote, OnEvict, S3FIFOPolicy, SecondHitAdmit
+from kvferry.store.tiered import TieredStore
 from kvferry.testing.blocks import save_blocks, small_spec
 from kvferry.testing.fake_tier import FakeTier
 from kvferry.testing.store_calls import chain, loaded, settle
@@ -143,3 +145,42 @@ def test_watermarks_the_wrong_way_round_are_refused() -> None:
     config = load_config(assignments=["store.high_watermark=0.5"]).config.store
     with pytest.raises(ConfigError, match="low < high"):
         open_store(config)
+
+
+@pytest.mark.parametrize("tenant", ["", "x" * 300])
+def test_a_tenant_id_is_checked_before_anything_is_made(tenant: str, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    config = load_config(assignments=[f"store.tiers=disk:{folder}?capacity=1MiB"]).config.store
+    with pytest.raises(ConfigError, match="1 to 120 bytes"):
+        open_store(config, tenant=tenant)
+    assert not folder.exists()
+
+
+def test_a_tenant_id_that_a_store_refuses_is_one_that_the_disk_refuses() -> None:
+    for tenant in ("", "x" * 120, "x" * 121, "ä" * 60, "ä" * 61):
+        try:
+            tenant_folder(tenant)
+            usable = True
+        except ConfigError:
+            usable = False
+        tier = FakeTier()
+        try:
+            TieredStore(1 << 20, [tier], tenant=tenant).close()
+            taken = True
+        except ConfigError:
+            taken = False
+        assert (taken, tier._closed) == (usable, True)
+
+
+def test_every_promised_figure_of_a_tier_is_there_from_the_start(tmp_path: Path) -> None:
+    config = load_config(assignments=[f"store.tiers=disk:{tmp_path}?capacity=1MiB"]).config.store
+    store = open_store(config)
+    found = store.stats().per_tier["disk"]
+    for name in (
+        "read_hit", "read_miss", "read_corrupt", "read_failed", "read_skipped", "write_stored",
+        "write_present", "write_refused", "write_failed", "write_dropped", "write_dropped_nbytes",
+        "write_skipped", "lost_blocks", "promoted", "queued_nbytes", "breaker_opened", "faults",
+    ):  # fmt: skip
+        assert found[name] == 0, name
+    assert found["healthy"] == 1
+    store.close()
