@@ -117,8 +117,10 @@ class Files:
         return os.fstat(fd)
 
     def free_nbytes(self, fd: int) -> int:
-        """Bytes that an ordinary process may still write to the file system."""
+        """Bytes that an ordinary process may still write to new files; none where no file can be made."""
         found = os.fstatvfs(fd)
+        if found.f_files and not found.f_favail:  # it has a fixed number of inodes, all in use
+            return 0
         return found.f_bavail * found.f_frsize
 
     def close(self, fd: int) -> None:

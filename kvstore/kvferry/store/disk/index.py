@@ -53,12 +53,14 @@ class Reservation:
     Attributes:
         left: Bytes not spent yet.
         spare: A discarded entry whose bytes are in ``left`` and whose file is still there, to be used again.
+        claimed: Bytes of the device's free room that are held for it.
     """
 
-    __slots__ = ("left", "spare")
+    __slots__ = ("claimed", "left", "spare")
 
     def __init__(self, nbytes: int) -> None:
         self.left = nbytes
+        self.claimed = 0
         self.spare: DiskEntry | None = None
 
     def spend(self, nbytes: int) -> None:

@@ -127,7 +127,9 @@ class Root:
         self._quarantined: deque[tuple[str, int]] = deque()
         self._full_until = 0.0
         self._free_again_nbytes: int | None = None
-        self._make_room_until = 0.0
+        self._claimed = 0
+        self._tight_until = 0.0
+        self._quota_until = 0.0
         self._serial = time.time_ns()
 
     # -- life ------------------------------------------------------------------------------------------
@@ -232,20 +234,59 @@ class Root:
 
     # -- a full device ---------------------------------------------------------------------------------
 
-    def mark_full(self, nbytes: int, *, evicted: bool) -> None:
-        """The device took no more, although room was made for it (``evicted``) or before any was made.
+    def mark_full(self, error: OSError, nbytes: int, *, looked: bool) -> None:
+        """The device took no more when ``nbytes`` were to be written, although it was ``looked`` for room.
 
-        Next time room is made first. If that does not help, somebody else has filled the device: then
-        nothing is evicted in vain for a while, and writes fail at once. It is over with the next write that
-        succeeds, or when ``nbytes`` more are free than now.
+        For a while :meth:`free_nbytes` is looked at before each write, and blocks go as long as it says that
+        there is no room. A quota does not show there: then one goes for each that comes.
         """
+        self._stay_tight()
+        if error.errno == errno.EDQUOT:
+            self._quota_until = self._tight_until
+        if looked:  # somebody else fills it
+            self._full_until = self._tight_until
+        self.begin_full(nbytes, error)
+
+    def begin_full(self, nbytes: int, error: OSError | None = None) -> None:
+        """Tell that there is no room for ``nbytes``, by an ``error`` or since nothing may be evicted.
+
+        It is over with the next write that succeeds, or when so many more are free than now.
+        """
+        text = "the device is full"
         with contextlib.suppress(OSError):
-            self._free_again_nbytes = self.free_nbytes() + nbytes
-        now = time.monotonic()
-        self._make_room_until = now + _FULL_PAUSES * self._retry_s
-        if evicted:
-            self._full_until = self._make_room_until
-        self._problems.begin(self.path, "full", "the device is full")
+            free = self.free_nbytes()
+            self._free_again_nbytes = free + nbytes
+            if error is not None and free >= nbytes:
+                text = f"a write failed as on a full device, which has {free} bytes free: {reason_of(error)}"
+        self._problems.begin(self.path, "full", text)
+
+    def claim_room(self, nbytes: int, keep: int = 0) -> int:
+        """Take so many of the free bytes, for as long as a write runs, and leave ``keep`` free.
+
+        Returns:
+            How many are missing: then none are taken. Else 0, and :meth:`release_room` gives them back.
+        """
+        with self._lock:
+            short = keep + self._claimed + nbytes - self._files.free_nbytes(self._require_up())
+            if short <= 0:
+                self._claimed += nbytes
+                return 0
+        self._stay_tight()
+        return short
+
+    def release_room(self, nbytes: int) -> None:
+        """A write is over that had claimed so many bytes."""
+        with self._lock:
+            self._claimed -= nbytes
+
+    def _stay_tight(self) -> None:
+        self._tight_until = time.monotonic() + _FULL_PAUSES * self._retry_s
+
+    def took_write(self) -> None:
+        """A write went well: whatever was in its way is over."""
+        self._full_until = 0.0
+        for kind in ("full", "writes fail"):
+            self._problems.end(self.path, kind)
 
     def is_still_full(self) -> bool:
         """Look whether a full device has room again; ``False`` also if it was not full.
@@ -265,19 +306,28 @@ class Root:
         except OSError:
             return True
         self._free_again_nbytes = None
-        self._full_until = self._make_room_until = 0.0
+        self._full_until = self._quota_until = 0.0
         self._problems.end(self.path, "full")
         return False
 
     @property
-    def needs_room(self) -> bool:
-        """Whether the device was full a short while ago: a write must evict here first."""
-        return time.monotonic() < self._make_room_until
+    def is_tight(self) -> bool:
+        """Whether there was too little room a short while ago."""
+        return time.monotonic() < self._tight_until
 
     @property
-    def is_full(self) -> bool:
-        """Whether evicting did not help a short while ago."""
-        return time.monotonic() < self._full_until
+    def has_quota(self) -> bool:
+        """Whether it was a quota that ended a write a short while ago."""
+        return time.monotonic() < self._quota_until
+
+    def is_full_for(self, nbytes: int) -> bool:
+        """Whether making room did not help a short while ago, and there is still none for ``nbytes``."""
+        if time.monotonic() >= self._full_until:
+            return False
+        try:
+            return self.has_quota or self.free_nbytes() < nbytes
+        except OSError:  # what is wrong with it is found out by those who use it
+            return True
 
     def suspend_writes(self) -> None:
         """A write failed: other directories are asked for a moment."""

@@ -23,6 +23,7 @@ __all__ = ["Writes"]
 
 _FOLDER_SLACK: Final = 8 << 10  # a folder grows by a file's name
 _NEW_FOLDER_SLACK: Final = 32 << 10  # folders of tenant, namespace and shard, and their parents grow
+_MAX_ROUNDS: Final = 4
 _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -75,42 +76,45 @@ class Writes:
 
     def _write(self, home: Home, block: BlockWrite, deadline: float) -> tuple[WriteResult, DiskEntry | None]:
         state = self._state
-        root = self._choose_root(block.key)
+        nbytes = home.template.file_nbytes
+        root = self._choose_root(block.key, nbytes)
         if root is None:
             return WriteResult(WriteOutcome.FAILED, "no directory is up"), None
-        if root.is_full:
+        if root.is_full_for(nbytes):
             return WriteResult(WriteOutcome.FAILED, f"{root.path}: the device is full"), None
-        makes_room = root.needs_room
+        looks = root.is_tight or state.options.keep_free_nbytes > 0
         try:
             folder = self._folder(home, block.key, root)
             may_need_folder = folder is None or state.tidies(home.held)
             slack = _NEW_FOLDER_SLACK if may_need_folder else _FOLDER_SLACK
-            room = Reservation(home.template.file_nbytes + slack)
-            refused = self._make_room(home, root, room, deadline, first=makes_room)
-            if refused is not None:
-                return refused, None
+            room = Reservation(nbytes + slack)
             try:
-                taken = self._write_file(home, block, root, folder, room)
-                room.spend(taken)
+                refused = self._make_room(home, root, room, deadline, looks=looks)
+                if refused is not None:
+                    return refused, None
+                try:
+                    taken = self._write_file(home, block, root, folder, room)
+                    room.spend(taken)
+                finally:
+                    self._drop_spare(room)
+                    state.index.release(room.left)
             finally:
-                self._drop_spare(room)
-                state.index.release(room.left)
+                root.release_room(room.claimed)
         except OSError as error:
-            return self._failed(root, error, home.template.file_nbytes, evicted=makes_room), None
-        for kind in ("full", "writes fail"):
-            state.problems.end(root.path, kind)
+            return self._failed(root, error, nbytes, looked=looks), None
+        root.took_write()
         entry = DiskEntry(home.held, block.key, block.parent, taken, root.number)
         return WriteResult(WriteOutcome.STORED), entry
 
-    def _choose_root(self, key: BlockKey) -> Root | None:
+    def _choose_root(self, key: BlockKey, nbytes: int) -> Root | None:
         """By the key; another one while that is down, failing or full."""
         roots = self._state.roots
         if len(roots) == 1:
             return roots[0] if roots[0].is_up else None
         first = int.from_bytes(key[1:5], "little") % len(roots)
         order = [*roots[first:], *roots[:first]]
-        ready = [r for r in order if r.takes_writes and not r.is_full]
-        ready = [r for r in ready if not r.needs_room] or ready
+        ready = [r for r in order if r.takes_writes and not r.is_full_for(nbytes)]
+        ready = [r for r in ready if not r.is_tight] or ready
         ready = ready or [r for r in order if r.is_up]
         return ready[0] if ready else None
 
@@ -122,24 +126,24 @@ class Writes:
             return None
 
     def _make_room(
-        self, home: Home, root: Root, room: Reservation, deadline: float, *, first: bool
+        self, home: Home, root: Root, room: Reservation, deadline: float, *, looks: bool
     ) -> WriteResult | None:
-        """Take the room, evicting as needed, ``first`` at any rate; a result if that cannot be."""
-        index, options = self._state.index, self._state.options
-        short = room.left if first else 0
+        """Take the room, evicting as needed; a result if that cannot be. ``looks`` at the device too."""
+        index, rounds = self._state.index, 0
         spare: DiskEntry | None = None
         try:
             while True:
-                if options.keep_free_nbytes:
-                    short = max(short, options.keep_free_nbytes + room.left - root.free_nbytes())
-                on_root, short = short, 0
+                on_root = self._short(home, root, room, rounds) if looks and not room.claimed else 0
                 if on_root > 0:
                     victims = index.evict(on_root, root.number)
+                    rounds += 1
                 else:
                     victims = index.reserve(room.left, spare.nbytes if spare is not None else 0)
                 if victims is None:
-                    what = "its device is full" if on_root > 0 else f"{room.left} bytes do not fit"
-                    return WriteResult(WriteOutcome.REFUSED, f"{what}, and nothing more may be evicted")
+                    if on_root > 0 and root.free_nbytes() >= self._state.options.keep_free_nbytes + room.left:
+                        looks = False  # others claim it, or there is a quota: try
+                        continue
+                    return self._refuse(root, room, on_root)
                 if not victims:
                     room.spare, spare = spare, None
                     return None
@@ -151,6 +155,25 @@ class Writes:
         finally:
             if spare is not None:
                 self._state.put_back(spare)
+
+    def _short(self, home: Home, root: Root, room: Reservation, rounds: int) -> int:
+        """Bytes that must go on the device before a write, after ``rounds`` of eviction."""
+        keep = self._state.options.keep_free_nbytes
+        if not keep and rounds >= _MAX_ROUNDS:
+            return 0  # some file systems tell late of what was freed: all would go for one block
+        if root.has_quota and not rounds:
+            return home.template.file_nbytes
+        short = root.claim_room(room.left, keep)
+        room.claimed = 0 if short else room.left
+        return short
+
+    def _refuse(self, root: Root, room: Reservation, on_root: int) -> WriteResult:
+        what = f"{room.left} bytes do not fit"
+        if on_root > 0:
+            what = "its device is full"
+            root.begin_full(room.left)
+            self._state.wake()  # to see when it has room again
+        return WriteResult(WriteOutcome.REFUSED, f"{what}, and nothing more may be evicted")
 
     @staticmethod
     def _choose_spare(home: Home, root: Root, victims: list[DiskEntry]) -> DiskEntry | None:
@@ -316,13 +339,13 @@ class Writes:
                     self._state.wake()
                 self._state.problems.incident("file left behind", f"{name}: {reason_of(error)}")
 
-    def _failed(self, root: Root, error: OSError, nbytes: int, *, evicted: bool) -> WriteResult:
+    def _failed(self, root: Root, error: OSError, nbytes: int, *, looked: bool) -> WriteResult:
         state = self._state
         reason = f"{root.path}: {reason_of(error)}"
         if isinstance(error, RootDownError) or (is_gone(error) and state.check_vanished(root)):
             return WriteResult(WriteOutcome.FAILED, f"{root.path}: the directory is down")
         if error.errno in _FULL:
-            root.mark_full(nbytes, evicted=evicted)
+            root.mark_full(error, nbytes, looked=looked)
             state.wake()  # to see when it has room again
         else:
             root.suspend_writes()
