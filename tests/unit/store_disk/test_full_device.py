@@ -56,11 +56,11 @@ def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_one_failure_on_a_device_with_room_costs_no_block(
-    make_tier: MakeTier, caplog: pytest.LogCaptureFixture, times: int
+    make_tier: MakeTier, folder: Path, caplog: pytest.LogCaptureFixture, times: int
 ) -> None:
     """Nothing goes while there is room; the next write that goes well ends it."""
     caplog.set_level(logging.INFO, LOGGER)
-    files = FaultyFiles()
+    files = Device(folder, 8 << 20)
     tier = make_tier(files, retry_s=60)
     namespace = opened(tier, SPEC)
     keys = chain(namespace, 1, 10)
@@ -128,9 +128,9 @@ def test_others_fill_the_device_and_empty_it(make_tier: MakeTier, folder: Path) 
     assert tier.usage().healthy
 
 
-def test_a_quota_is_not_seen_before(make_tier: MakeTier) -> None:
+def test_a_quota_is_not_seen_before(make_tier: MakeTier, folder: Path) -> None:
     """One block goes for each that comes, since nobody tells when there is room again."""
-    files = FaultyFiles()
+    files = Device(folder, 8 << 20)
     tier = make_tier(files, retry_s=60)
     namespace = opened(tier, SPEC)
     keys = chain(namespace, 1, 30)

@@ -41,7 +41,8 @@ def path_of(folder: Path, namespace: TierNamespace, key: BlockKey) -> Path:
 
 
 def stored_files(folder: Path) -> list[Path]:
-    return [p for p in folder.rglob("*.safetensors") if ".quarantine" not in p.parts]
+    paths = (Path(where, name) for where, _, files in os.walk(folder) for name in files)  # folders may go
+    return [p for p in paths if p.suffix == ".safetensors" and ".quarantine" not in p.parts]
 
 
 def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:

@@ -12,10 +12,15 @@ from typing import Final
 from kvferry.store.disk.files import Files
 from kvferry.store.disk.names import shard_name, tenant_folder
 
-__all__ = ["Folders", "OpenFolder", "disk_nbytes"]
+__all__ = ["Folders", "OpenFolder", "allocated_nbytes", "disk_nbytes"]
 
 _MAX_OPEN: Final = 256
 _BLOCK_NBYTES: Final = 512  # the unit of st_blocks, whatever the file system
+
+
+def allocated_nbytes(found: os.stat_result) -> int:
+    """What a file or folder takes up now: for one with holes less than its size."""
+    return found.st_blocks * _BLOCK_NBYTES
 
 
 def disk_nbytes(found: os.stat_result) -> int:
@@ -24,7 +29,7 @@ def disk_nbytes(found: os.stat_result) -> int:
     A file system may allocate late, or put off what it will need: the size is what it comes to.
     """
     whole = -(-found.st_size // 4096) * 4096 if stat.S_ISREG(found.st_mode) else 0
-    return max(found.st_blocks * _BLOCK_NBYTES, whole)
+    return max(allocated_nbytes(found), whole)
 
 
 class OpenFolder:

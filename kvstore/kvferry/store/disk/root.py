@@ -306,7 +306,7 @@ class Root:
         except OSError:
             return True
         self._free_again_nbytes = None
-        self._full_until = self._quota_until = 0.0
+        self._full_until = 0.0
         self._problems.end(self.path, "full")
         return False
 

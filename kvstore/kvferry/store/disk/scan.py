@@ -1,4 +1,4 @@
-"""What lies in a directory: one walk over names and sizes, without opening a file."""
+"""What lies in a directory: one walk over names and sizes, which opens no file but one with holes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from kvferry.core.errors import CorruptBlockError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
-from kvferry.store.disk.files import Files
-from kvferry.store.disk.folders import disk_nbytes
+from kvferry.store.disk.blocks import read_header
+from kvferry.store.disk.files import Files, open_quietly
+from kvferry.store.disk.folders import allocated_nbytes, disk_nbytes
 
 __all__ = ["FoundBlock", "Scan", "scan_directory"]
 
@@ -66,6 +68,7 @@ class _Walk:
         self.clean = clean
         self.found = Scan()
         self.sizes: dict[int, int] = {}  # one int object for all blocks of a size
+        self.right_sizes: set[int] = set()  # of files with holes, as their headers say
 
     def top(self, fd: int) -> None:
         with os.scandir(fd) as entries:
@@ -120,13 +123,30 @@ class _Walk:
                     except OSError:  # just gone, or the medium fails: the first read will tell
                         continue
                     used_at = max(status.st_mtime_ns, status.st_atime_ns)
-                    nbytes = disk_nbytes(status)
+                    nbytes = self.block_nbytes(fd, entry.name, status)
                     blocks.append((used_at, key, self.sizes.setdefault(nbytes, nbytes)))
                 elif names.is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
                     seen -= self.temporary(fd, entry, path)
                 else:
                     self.other(fd, entry, path)
         return seen
+
+    def block_nbytes(self, fd: int, name: str, status: os.stat_result) -> int:
+        """What to count for a block's file: not a size that somebody has only stretched it to."""
+        nbytes, taken = disk_nbytes(status), allocated_nbytes(status)
+        if taken >= status.st_size or status.st_size in self.right_sizes:
+            return nbytes
+        try:
+            file, size = open_quietly(self.files, name, fd)
+            try:
+                if read_header(self.files, file).file_nbytes == size:  # a file system that packs, say
+                    self.right_sizes.add(size)
+                    return nbytes
+            finally:
+                self.files.close(file)
+        except (CorruptBlockError, OSError):  # quarantined when it is verified or read
+            pass
+        return max(taken, 4096)
 
     def temporary(self, fd: int, entry: _Entry, path: str) -> bool:
         """Left by a crash; removed, or counted if that fails."""
@@ -135,7 +155,7 @@ class _Walk:
             if self.clean:
                 self.files.unlink(entry.name, fd)
                 return True
-            self.found.overhead_nbytes += disk_nbytes(entry.stat(follow_symlinks=False))
+            self.found.overhead_nbytes += allocated_nbytes(entry.stat(follow_symlinks=False))
         except OSError as error:
             self.found.errors.append(f"{path}/{entry.name}: {error.strerror}")
             self.found.overhead_nbytes += _size(entry)
@@ -185,12 +205,13 @@ class _Walk:
                     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 except OSError:
                     continue
-                self.found.overhead_nbytes += disk_nbytes(status)
+                self.found.overhead_nbytes += allocated_nbytes(status)
         return 1
 
 
 def _size(entry: _Entry) -> int:
+    """Of what is no block: what it takes up, however far somebody has stretched it."""
     try:
-        return disk_nbytes(entry.stat(follow_symlinks=False))
+        return allocated_nbytes(entry.stat(follow_symlinks=False))
     except OSError:
         return 0

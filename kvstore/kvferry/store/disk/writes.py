@@ -25,6 +25,8 @@ _FOLDER_SLACK: Final = 8 << 10  # a folder grows by a file's name
 _NEW_FOLDER_SLACK: Final = 32 << 10  # folders of tenant, namespace and shard, and their parents grow
 _MAX_ROUNDS: Final = 4
 _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+# Something else is in the place of this file, or of its folder: others can be written.
+_IN_THE_WAY: Final = frozenset((errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY))
 
 
 class Writes:
@@ -347,6 +349,8 @@ class Writes:
         if error.errno in _FULL:
             root.mark_full(error, nbytes, looked=looked)
             state.wake()  # to see when it has room again
+        elif error.errno in _IN_THE_WAY:
+            state.problems.incident("something is in the way of a block", reason)
         else:
             root.suspend_writes()
             state.problems.begin(root.path, "writes fail", reason_of(error))
