@@ -79,7 +79,7 @@ class TierConfig(Section):
             if name not in ("kind", _OPTIONS) and getattr(self, name) != fields[name].default
         }
         options = dict(self.options)
-        path = options.pop("directory", "")
+        path = options.pop("directory", "") if isinstance(options.get("directory"), str) else ""
         query = urlencode({**options, **shown}, doseq=True, safe="/:[]")
         return f"{self.kind}:{quote(str(path))}{'?' if query else ''}{query}"
 
@@ -89,7 +89,8 @@ def _from_line(text: str) -> dict[str, object]:
     path, _, query = rest.partition("?")
     if not colon or not kind:
         raise ConfigError(
-            f"{text!r} is no tier; write kind:path?option=value, such as disk:/cache?capacity=8GiB"
+            f"{text!r} is no tier; write kind:path?option=value, such as disk:/cache?capacity=8GiB, and an "
+            "option of several values once for each: disk:?directories=/a&directories=/b"
         )
     found: dict[str, object] = {}
     given = parse_qsl(query, keep_blank_values=True)

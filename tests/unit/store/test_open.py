@@ -107,10 +107,19 @@ def test_config_show_has_the_tiers() -> None:
     assert value.value[0]["options"] == {"directory": "/x", "capacity": "1GiB"}
 
 
+@pytest.mark.parametrize("option", ["directory", "directories"])
+def test_several_directories_are_shown_as_they_are_read(option: str) -> None:
+    tier = TierConfig.model_validate({"kind": "disk", option: ["/a", "/b, c"], "capacity": "1GiB"})
+    shown = load_config(assignments=[f"store.tiers={tier}"])
+    assert shown.config.store.tiers == (tier,)
+    assert next(v.text for v in shown.values() if v.key == "store.tiers") == str(tier)
+
+
 @pytest.mark.parametrize(
     ("tiers", "match"),
     [
         ("disk", "kind:path"),
+        ("disk:?directories=/a,/b&capacity=1GiB", "directories=/a&directories=/b"),
         ("fake:?queue=0", "queue"),
         ("fake:?write=a&write=b", "write"),
         ("fake:?pause=0s", "pause"),
