@@ -8,10 +8,9 @@ import numpy as np
 
 from kvferry.core.buffers import PAGE_NBYTES, page_aligned
 from kvferry.core.errors import ConfigError
-from kvferry.core.keys import KEY_NBYTES, BlockKey
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 
-__all__ = ["BLOCK_TOKENS", "BlockSource", "block_spec", "chain_tokens", "parse_keys"]
+__all__ = ["BLOCK_TOKENS", "BlockSource", "block_spec", "chain_tokens"]
 
 BLOCK_TOKENS = 16
 _LAYERS = 16
@@ -45,11 +44,6 @@ def chain_tokens(number: int, blocks: int) -> np.ndarray[tuple[int], np.dtype[np
     tokens = np.full(blocks * BLOCK_TOKENS, 7, np.uint32)
     tokens[0] = number
     return tokens
-
-
-def parse_keys(blob: bytes) -> list[BlockKey]:
-    """Keys that lie one behind the other, as a message carries them."""
-    return [BlockKey(blob[i : i + KEY_NBYTES]) for i in range(0, len(blob), KEY_NBYTES)]
 
 
 class BlockSource(Sequence[memoryview]):

@@ -25,6 +25,7 @@ __all__ = [
     "Tokens",
     "block_keys",
     "foreign_keys",
+    "split_keys",
     "token_array",
     "usable_prefix",
 ]
@@ -132,6 +133,17 @@ def block_keys(
         link = h.digest()
         keys.append(BlockKey(link))
     return keys
+
+
+def split_keys(blob: bytes) -> list[BlockKey]:
+    """Keys that lie one behind the other, as a message carries them.
+
+    Raises:
+        ConfigError: If ``blob`` is no whole number of keys.
+    """
+    if len(blob) % KEY_NBYTES:
+        raise ConfigError(f"keys of {len(blob)} bytes, each has {KEY_NBYTES}")
+    return [BlockKey(blob[i : i + KEY_NBYTES]) for i in range(0, len(blob), KEY_NBYTES)]
 
 
 def foreign_keys(engine_hashes: Iterable[bytes]) -> list[BlockKey]:

@@ -20,7 +20,7 @@ from kvferry.core.errors import (
     TransferTimeoutError,
     error_from_code,
 )
-from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.core.keys import BlockKey, split_keys
 from kvferry.streaming.layout import StreamLayout, clean_error, describe_mismatch
 from kvferry.streaming.slots import BlockSlots
 from kvferry.wire import Channel, Incoming
@@ -188,8 +188,7 @@ class LayerReceiver:
             )
         if begin.timeout_s <= 0:
             raise ProtocolError(f"{self}: timeout_s is {begin.timeout_s}, must be positive", remote=True)
-        data = begin.keys
-        keys = [BlockKey(data[i : i + KEY_NBYTES]) for i in range(0, len(data), KEY_NBYTES)]
+        keys = split_keys(begin.keys)
         if len(set(keys)) != len(keys):
             raise ProtocolError(f"{self}: {len(keys) - len(set(keys))} keys are named twice", remote=True)
         return keys

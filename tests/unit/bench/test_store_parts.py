@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens, parse_keys
+from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
 from kvferry.bench.child import anonymous_rss, run_child
 from kvferry.bench.disk_pattern import DiskPattern, FileShape, drop_page_cache, filesystem_of
 from kvferry.bench.registry import GROUPS, Options, run_group
@@ -20,7 +20,7 @@ from kvferry.bench.scenarios.store import SCENARIOS, StoreOptions, Workplace
 from kvferry.bench.scenarios.store_disk import direct_modes
 from kvferry.core.buffers import page_aligned
 from kvferry.core.errors import CapacityError, ConfigError, KVFerryError, StoreError, UnknownPluginError
-from kvferry.core.keys import block_keys
+from kvferry.core.keys import block_keys, split_keys
 from kvferry.store.disk import DiskOptions, DiskTier
 
 
@@ -39,7 +39,7 @@ def test_chains_of_different_numbers_share_no_key_and_are_parsed_back() -> None:
     first, second = (block_keys(bytes(32), chain_tokens(n, 8), 16) for n in (1, 2))
     assert len(first) == 8
     assert not set(first) & set(second)
-    assert parse_keys(b"".join(first)) == first
+    assert split_keys(b"".join(first)) == first
 
 
 def test_every_page_of_a_source_differs_and_a_byte_out_of_place_is_seen() -> None:

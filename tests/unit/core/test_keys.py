@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.keys import BlockKey, Media, block_keys, foreign_keys, token_array, usable_prefix
+from kvferry.core.keys import (
+    BlockKey,
+    Media,
+    block_keys,
+    foreign_keys,
+    split_keys,
+    token_array,
+    usable_prefix,
+)
 from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, Restore, TensorSpec, namespace_id
 
 VECTORS = Path(__file__).parents[2] / "data" / "key_vectors.json"
@@ -286,6 +294,13 @@ def test_foreign_keys() -> None:
     assert foreign_keys([b"x" * 32]) == [b"x" * 32]
     with pytest.raises(ConfigError, match="engine hash 1 has 31"):
         foreign_keys([b"x" * 32, b"x" * 31])
+
+
+def test_keys_of_a_message_are_taken_apart() -> None:
+    assert split_keys(b"") == []
+    assert split_keys(b"x" * 32 + b"y" * 32) == [b"x" * 32, b"y" * 32]
+    with pytest.raises(ConfigError, match="keys of 33 bytes"):
+        split_keys(b"x" * 33)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.bench.blocks import block_spec, chain_tokens, parse_keys
+from kvferry.bench.blocks import block_spec, chain_tokens
 from kvferry.bench.child import anonymous_rss, run_child, serve_child
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
@@ -22,6 +22,7 @@ from kvferry.core.arena import available_memory
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, KVFerryError
+from kvferry.core.keys import split_keys
 from kvferry.core.units import format_nbytes
 from kvferry.store.tiered import TieredStore
 
@@ -115,7 +116,7 @@ class _Lookups:
             self._turn += 1
             self._other += np.uint64(1)
             start = time.perf_counter()
-            keys = parse_keys(blob)
+            keys = split_keys(blob)
             hits = [plain.get(key) for key in keys] if self._plain else namespace.lookup(keys).tiers
             latencies.append(time.perf_counter() - start)
             if len(hits) != _CHAIN or None in hits:

@@ -23,8 +23,9 @@ from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey, block_keys
-from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, TensorSpec, namespace_id
+from kvferry.core.spec import DType, KeyScope, KVSpec, namespace_id
 from kvferry.streaming import LayerSender
+from kvferry.testing.prompt_kv import kv_spec
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire.messages import Handoff, Ping, Pong, SamplingParams
 
@@ -43,13 +44,6 @@ def run(options: Options, progress: Progress) -> Iterator[Result]:
         return
     for checksum in (True, False):
         yield _throughput(options, progress, checksum=checksum)
-
-
-def synthetic_spec(layers: int, block_tokens: int, kv_heads: int, head_dim: int) -> KVSpec:
-    """A float32 K/V spec of no model."""
-    shape = (block_tokens, kv_heads, head_dim)
-    layer = LayerSpec((TensorSpec("k", shape, DType.FLOAT32), TensorSpec("v", shape, DType.FLOAT32)))
-    return KVSpec(model="bench", revision="1", layers=(layer,) * layers, block_tokens=block_tokens)
 
 
 class _Source:
@@ -124,7 +118,13 @@ class _Streamer:
 def _throughput(options: Options, progress: Progress, *, checksum: bool) -> Result:
     layers = int(options.param("layers", 30))
     tokens = int(options.param("tokens", 1536))
-    spec = synthetic_spec(layers, 16, int(options.param("kv_heads", 3)), int(options.param("head_dim", 64)))
+    spec = kv_spec(
+        layers,
+        kv_heads=int(options.param("kv_heads", 3)),
+        head_dim=int(options.param("head_dim", 64)),
+        dtype=DType.FLOAT32,
+        model="bench",
+    )
     blocks = max(1, tokens // spec.block_tokens)
     layer_nbytes = spec.layers[0].nbytes * blocks
     params: dict[str, Param] = {
