@@ -8,9 +8,18 @@ from __future__ import annotations
 from typing import Final
 
 from kvferry.core.registry import Registry
-from kvferry.transports.base import Connection, Listener, Transport
+from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
 
-__all__ = ["Connection", "Listener", "Transport", "connect", "get_transport", "listen", "registry"]
+__all__ = [
+    "Connection",
+    "Listener",
+    "SharedMemoryConnection",
+    "Transport",
+    "connect",
+    "get_transport",
+    "listen",
+    "registry",
+]
 
 registry: Final[Registry[type[Transport]]] = Registry("kvferry.transports")
 """The transports by scheme."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvferry.core.buffers import Buf
 
-__all__ = ["Connection", "Listener", "Transport"]
+__all__ = ["Connection", "Listener", "SharedMemoryConnection", "Transport"]
 
 
 class Connection(ABC):
@@ -61,6 +61,38 @@ class Connection(ABC):
     @abstractmethod
     def abort(self) -> None:
         """End the stream at once, dropping what was not delivered; safe from any thread."""
+
+
+class SharedMemoryConnection(Connection):
+    """A connection between processes of one machine, which also passes descriptors of memory.
+
+    Descriptors travel in the order of the bytes: what is received with :meth:`recv_descriptors` lies between
+    the same bytes as on the sending side, so a message says how many follow it.
+    """
+
+    @property
+    @abstractmethod
+    def peer_credentials(self) -> tuple[int, int, int]:
+        """(pid, uid, gid) of the peer as the kernel recorded them when it connected, never as it says."""
+
+    @abstractmethod
+    def send_descriptors(self, descriptors: Sequence[int], deadline: float) -> None:
+        """Pass ``descriptors``, one or more; they stay the caller's and may be closed when it returns.
+
+        Raises:
+            TransferTimeoutError: At the deadline. Some may be gone: abort the connection.
+            ConnectionClosedError: If this end or the peer closed it.
+        """
+
+    @abstractmethod
+    def recv_descriptors(self, count: int, deadline: float) -> list[int]:
+        """Take ``count`` descriptors, closed on exec; the caller owns them.
+
+        Raises:
+            TransferTimeoutError: At the deadline; none is left open. Abort the connection.
+            ConnectionClosedError: If the stream ends first; none is left open.
+            ProtocolError: If there are others than the peer announced; none is left open.
+        """
 
 
 class Listener(ABC):
