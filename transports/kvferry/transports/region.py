@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = ["Access", "RegionTransfer", "RegionTransport", "Segment", "Window"]
+__all__ = ["Access", "RegionPart", "RegionTransfer", "RegionTransport", "Window"]
 
 Access = Literal["read", "write"]
 """What the holder of a grant may do with the window."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RegionPart:
     """One piece of a transfer: ``local`` against the bytes of the window from ``offset`` on.
 
     Attributes:
@@ -87,8 +87,8 @@ class RegionTransport(ABC):
         """
 
     @abstractmethod
-    def write(self, grant: bytes, segments: Sequence[Segment]) -> RegionTransfer:
-        """Start writing all ``segments`` into the window of ``grant``.
+    def write(self, grant: bytes, parts: Sequence[RegionPart]) -> RegionTransfer:
+        """Start writing all ``parts`` into the window of ``grant``.
 
         Raises:
             ProtocolError: If ``grant`` is malformed, or not for writing.
@@ -96,8 +96,8 @@ class RegionTransport(ABC):
         """
 
     @abstractmethod
-    def read(self, grant: bytes, segments: Sequence[Segment]) -> RegionTransfer:
-        """Start reading all ``segments`` from the window of ``grant``; the errors are those of :meth:`write`."""
+    def read(self, grant: bytes, parts: Sequence[RegionPart]) -> RegionTransfer:
+        """Start reading all ``parts`` from the window of ``grant``; errors as :meth:`write`."""
 
     @abstractmethod
     def close(self) -> None:
