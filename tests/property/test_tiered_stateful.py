@@ -341,7 +341,7 @@ class StoreMachine(RuleBasedStateMachine):
         wait_until(lambda: self.store._prefetching == 0, 90)
         wait_until(lambda: self.store.flush(deadline=deadline_in(10)) or not self.store._copying, 30)
         for level in self.store.levels:
-            level.breaker = Breaker(level.name)
+            level.reads, level.writes = Breaker(level.name), Breaker(level.name)
         self.store.flush(deadline=deadline_in(10))
         self.blur()
         self.calm = True

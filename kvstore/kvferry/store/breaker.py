@@ -1,4 +1,4 @@
-"""A breaker: keeps a tier that fails from being asked again for a while."""
+"""A breaker: keeps a tier that fails from being asked again for a while. One for reads, one for writes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Breaker:
 
     Args:
         name: Of the tier.
+        work: What it is about, for messages: ``reads`` or ``writes``.
         errors: Failures without a success between them that open it.
         pause_s: Seconds until the first try.
         max_pause_s: The longest pause.
@@ -38,6 +39,7 @@ class Breaker:
         self,
         name: str,
         *,
+        work: str = "reads",
         errors: int = 3,
         pause_s: float = 1.0,
         max_pause_s: float = 60.0,
@@ -45,10 +47,11 @@ class Breaker:
     ) -> None:
         if errors < 1 or not 0 < pause_s <= max_pause_s:
             raise ConfigError(
-                f"breaker of tier {name}: errors={errors}, pause_s={pause_s}, max_pause_s={max_pause_s}; "
-                "needs errors >= 1 and 0 < pause_s <= max_pause_s"
+                f"breaker of tier {name} for {work}: errors={errors}, pause_s={pause_s}, "
+                f"max_pause_s={max_pause_s}; needs errors >= 1 and 0 < pause_s <= max_pause_s"
             )
         self.name = name
+        self.work = work
         self.opened = 0
         self._errors = errors
         self._first_pause_s = pause_s
@@ -62,7 +65,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last word on the tier is that it fails."""
+        """Whether the last word is that the tier fails."""
         return self._retry_at is not None
 
     @property
@@ -92,7 +95,7 @@ class Breaker:
                 if self._retry_at is not None:
                     self._retry_at = None
                     self._pause_s = self._first_pause_s
-                    _LOG.info("tier %s works again", self.name)
+                    _LOG.info("tier %s: %s work again", self.name, self.work)
             elif failures and self._retry_at is not None:
                 if self._clock() >= self._retry_at:  # else a call that was under way when it opened
                     self._pause_s = min(2 * self._pause_s, self._max_pause_s)
@@ -104,6 +107,6 @@ class Breaker:
                     self.opened += 1
                     self._retry_at = self._clock() + self._pause_s
                     _LOG.warning(
-                        "tier %s is not asked for %g s after %d errors, and until it works again: %s",
-                        self.name, self._pause_s, self._errors, reason or "no reason given",
+                        "tier %s: no %s for %g s after %d errors, and until they work again: %s",
+                        self.name, self.work, self._pause_s, self._errors, reason or "no reason given",
                     )  # fmt: skip

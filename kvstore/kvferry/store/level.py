@@ -1,4 +1,4 @@
-"""A slower tier as the store uses it: its policies, its breaker, its counts, and its faults contained."""
+"""A slower tier as the store uses it: its policies, its breakers, its counts, and its faults contained."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LevelOptions:
         admission: Which blocks are written to it.
         promotion: Which blocks read from it stay in memory.
         queue_nbytes: Most bytes queued for it; at least one block is always taken.
-        errors: Failures in a row that open its breaker.
+        errors: Failures in a row that open its breaker for reads, or that for writes.
         pause_s: Seconds before it is tried again.
         lookup_timeout_s: Longest wait for its answer to a lookup.
         read_timeout_s: Longest wait for a read, if the caller's deadline is not sooner.
@@ -86,6 +86,8 @@ class LevelOptions:
 class Level:
     """One slower tier, with its faults contained: whatever it does, the calls here return a result a key.
 
+    Reads and writes have a breaker each: a device that has turned read-only goes on giving what it has.
+
     Thread safe. No call is made under the store's lock, but for :attr:`Breaker.ready`, the policies and
     :meth:`mask`.
 
@@ -93,6 +95,10 @@ class Level:
         tier: The tier; closed by :meth:`close`.
         number: Its place among the slower tiers, from 0.
         options: See :class:`LevelOptions`.
+
+    Attributes:
+        reads: The breaker of lookups and reads.
+        writes: The breaker of writes; removals are always tried.
     """
 
     def __init__(self, tier: Tier, number: int, options: LevelOptions) -> None:
@@ -101,8 +107,15 @@ class Level:
         self.number = number
         self.bit = 1 << number
         self.options = options
-        self.breaker = Breaker(
-            tier.name, errors=options.errors, pause_s=options.pause_s, max_pause_s=60 * options.pause_s
+        self.reads, self.writes = (
+            Breaker(
+                tier.name,
+                work=work,
+                errors=options.errors,
+                pause_s=options.pause_s,
+                max_pause_s=60 * options.pause_s,
+            )
+            for work in ("reads", "writes")
         )
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._lock = threading.Lock()
@@ -117,8 +130,11 @@ class Level:
             "entries": float(usage.entries),
             "used_nbytes": float(usage.used_nbytes),
             "capacity_nbytes": float(usage.capacity_nbytes),
-            "healthy": float(usage.healthy and not self.breaker.is_open),
-            "breaker_opened": float(self.breaker.opened),
+            "healthy": float(usage.healthy and not (self.reads.is_open or self.writes.is_open)),
+            "reads_work": float(not self.reads.is_open),
+            "writes_work": float(not self.writes.is_open),
+            "read_breaker_opened": float(self.reads.opened),
+            "write_breaker_opened": float(self.writes.opened),
             **{name: float(count) for name, count in usage.counters.items()},
             **{name: float(count) for name, count in self.counts.items()},
         }
@@ -163,16 +179,16 @@ class Level:
         self._contained("open", lambda: self.tier.open(namespace), None)
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each key can be had from the tier; none while its breaker is open."""
+        """Whether each key can be had from the tier; none while its breaker for reads is open."""
         nothing = [False] * len(keys)
-        if not keys or not self.breaker.ready:
+        if not keys or not self.reads.ready:
             return nothing
         deadline = time.monotonic() + self.options.lookup_timeout_s
         found = self._contained(
             "contains", lambda: self.tier.contains(namespace, keys, deadline=deadline), None
         )
         if found is None:
-            self.breaker.leave(failures=1, successes=0, reason=f"{self.name} could not tell what it holds")
+            self.reads.leave(failures=1, successes=0, reason=f"{self.name} could not tell what it holds")
             return nothing
         if self._masked or self._undead:
             with self._lock:
@@ -187,9 +203,9 @@ class Level:
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
     ) -> list[ReadResult]:
         """Read blocks; one result a block."""
-        if not self.breaker.enter():
+        if not self.reads.enter():
             self.count("read_skipped", len(blocks))
-            return [ReadResult(ReadOutcome.FAILED, "its breaker is open")] * len(blocks)
+            return [ReadResult(ReadOutcome.FAILED, "its breaker for reads is open")] * len(blocks)
         started = time.monotonic()
         deadline = min(deadline, started + self.options.read_timeout_s)
         results = self._contained(
@@ -201,14 +217,14 @@ class Level:
             self.count(f"read_{outcome.value}", number)
         failed = [r for r in results if r.outcome is ReadOutcome.FAILED]
         works = sum(r.outcome in _READ_WORKS for r in results)
-        self._judge(len(failed), works, failed[0].reason if failed else "", started, deadline)
+        self._judge(self.reads, len(failed), works, failed[0].reason if failed else "", started, deadline)
         return results
 
     def write(self, namespace: TierNamespace, blocks: Sequence[BlockWrite]) -> list[WriteResult]:
         """Write blocks; one result a block."""
-        if not self.breaker.enter():
+        if not self.writes.enter():
             self.count("write_skipped", len(blocks))
-            return [WriteResult(WriteOutcome.FAILED, "its breaker is open")] * len(blocks)
+            return [WriteResult(WriteOutcome.FAILED, "its breaker for writes is open")] * len(blocks)
         started = time.monotonic()
         deadline = started + self.options.write_timeout_s
         results = self._contained(
@@ -220,11 +236,11 @@ class Level:
             self.count(f"write_{outcome.value}", number)
         failed = [r for r in results if r.outcome is WriteOutcome.FAILED]
         works = sum(r.outcome in _WRITE_WORKS for r in results)
-        self._judge(len(failed), works, failed[0].reason if failed else "", started, deadline)
+        self._judge(self.writes, len(failed), works, failed[0].reason if failed else "", started, deadline)
         return results
 
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
-        """Forget blocks; asked also while the breaker is open, since a removed block must not come back."""
+        """Forget blocks; asked also while a breaker is open, since a removed block must not come back."""
         deadline = time.monotonic() + self.options.write_timeout_s
         found = self._contained("remove", lambda: self.tier.remove(namespace, keys, deadline=deadline), None)
         if found is None:
@@ -287,7 +303,10 @@ class Level:
                 )  # fmt: skip
             return on_fault
 
-    def _judge(self, failures: int, works: int, reason: str, started: float, deadline: float) -> None:
+    @staticmethod
+    def _judge(
+        breaker: Breaker, failures: int, works: int, reason: str, started: float, deadline: float
+    ) -> None:
         if failures and time.monotonic() >= deadline and deadline - started < _PATIENCE_S:
             failures = 0
-        self.breaker.leave(failures=failures, successes=works, reason=reason)
+        breaker.leave(failures=failures, successes=works, reason=reason)

@@ -377,7 +377,7 @@ class TieredStore(MemoryStore):
                     continue
                 if not late and self._put(writer, block):
                     continue
-                if options.write.full == "wait" and writer.level.breaker.ready:
+                if options.write.full == "wait" and writer.level.writes.ready:
                     self._pool.hold(block)
                     late.append(block)
                 else:
@@ -386,14 +386,14 @@ class TieredStore(MemoryStore):
                 self._put_late(writer, block, fill.deadline)
 
     def _put(self, writer: TierWriter, block: Block) -> bool:
-        if not writer.level.breaker.ready or not writer.has_place(block.nbytes):
+        if not writer.level.writes.ready or not writer.has_place(block.nbytes):
             return False
         writer.put(self._spaces[block.index.namespace_id], block)
         return True
 
     def _put_late(self, writer: TierWriter, block: Block, deadline: float) -> None:
         """Queue a held block as soon as there is a place; dropped at the deadline."""
-        while block.stored and not self._closing and writer.level.breaker.ready:
+        while block.stored and not self._closing and writer.level.writes.ready:
             now = time.monotonic()
             if writer.has_place(block.nbytes) or now >= deadline:
                 break
@@ -429,7 +429,7 @@ class TieredStore(MemoryStore):
             options = writer.level.options
             if block.places & writer.level.bit:
                 continue
-            if not writer.level.breaker.ready:
+            if not writer.level.writes.ready:
                 writer.drop(1, block.nbytes)
             elif writer.has_place(block.nbytes):
                 if options.admission.admit(block.index.namespace_id, block.key):
@@ -454,7 +454,7 @@ class TieredStore(MemoryStore):
             while todo:
                 writer, block = todo[-1]
                 if block.stored and not block.places & writer.level.bit and not writer.is_queued(block):
-                    if writer.level.breaker.ready and not writer.has_place(block.nbytes):
+                    if writer.level.writes.ready and not writer.has_place(block.nbytes):
                         break
                     if not self._put(writer, block):
                         writer.drop(1, block.nbytes)

@@ -22,7 +22,7 @@ def clock() -> Time:
 
 @pytest.fixture
 def breaker(clock: Time) -> Breaker:
-    return Breaker("t", errors=3, pause_s=2.0, max_pause_s=5.0, clock=clock)
+    return Breaker("t", work="writes", errors=3, pause_s=2.0, max_pause_s=5.0, clock=clock)
 
 
 def fail(breaker: Breaker, count: int = 1) -> None:
@@ -93,7 +93,10 @@ def test_one_line_when_it_opens_and_one_when_it_closes(
         breaker.leave(failures=0, successes=1)
         breaker.leave(failures=0, successes=1)
     assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
-    assert "broken" in caplog.records[0].message
+    assert [r.message for r in caplog.records] == [
+        "tier t: no writes for 2 s after 3 errors, and until they work again: broken",
+        "tier t: writes work again",
+    ]
 
 
 @pytest.mark.parametrize("bad", [{"errors": 0}, {"pause_s": 0.0}, {"pause_s": 9.0, "max_pause_s": 1.0}])

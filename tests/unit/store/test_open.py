@@ -188,8 +188,10 @@ def test_every_promised_figure_of_a_tier_is_there_from_the_start(tmp_path: Path)
     for name in (
         "read_hit", "read_miss", "read_corrupt", "read_failed", "read_skipped", "write_stored",
         "write_present", "write_refused", "write_failed", "write_dropped", "write_dropped_nbytes",
-        "write_skipped", "lost_blocks", "promoted", "queued_nbytes", "breaker_opened", "faults",
+        "write_skipped", "lost_blocks", "promoted", "queued_nbytes", "read_breaker_opened",
+        "write_breaker_opened", "faults",
     ):  # fmt: skip
         assert found[name] == 0, name
-    assert found["healthy"] == 1
+    for name in ("healthy", "reads_work", "writes_work"):
+        assert found[name] == 1, name
     store.close()

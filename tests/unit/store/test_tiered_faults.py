@@ -65,11 +65,52 @@ def test_the_breaker_tries_again_and_closes(make_store: MakeStore, caplog: pytes
             return store.stats().per_tier["fake"]["healthy"] == 1
 
         wait_until(works)
-    assert [(r.levelname, r.message.endswith("works again")) for r in caplog.records] == [
+    assert [(r.levelname, r.message.endswith("writes work again")) for r in caplog.records] == [
         ("WARNING", False),
         ("INFO", True),
     ]
-    assert store.stats().per_tier["fake"]["breaker_opened"] == 1
+    figures = store.stats().per_tier["fake"]
+    assert (figures["write_breaker_opened"], figures["read_breaker_opened"]) == (1, 0)
+
+
+def test_a_tier_that_has_turned_read_only_goes_on_giving_what_it_has(
+    make_store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = FakeTier()
+    store = make_store(4, (tier, LevelOptions(pause_s=60)))
+    ns = store.namespace(SPEC)
+    first = chain(ns, 0, 4)
+    save_blocks(ns, first)
+    settle(store)
+    tier.fault = lambda verb, _key: Fault.FAIL if verb == "write" else None
+    with caplog.at_level(logging.INFO, "kvferry.store"):
+        for number in range(1, 8):
+            save_blocks(ns, chain(ns, number, 1))
+            settle(store)
+        for _ in range(5):
+            assert loaded(ns, first) == 4, "reads go on"
+            for number in range(1, 8):  # and memory is full of others again
+                save_blocks(ns, chain(ns, number, 1))
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "no writes" in caplog.records[0].message
+    figures = store.stats().per_tier["fake"]
+    assert (figures["healthy"], figures["reads_work"], figures["writes_work"]) == (0, 1, 0)
+
+
+def test_a_tier_whose_reads_fail_goes_on_taking_blocks(make_store: MakeStore) -> None:
+    tier = FakeTier()
+    store = make_store(2, (tier, LevelOptions(pause_s=60)))
+    ns = store.namespace(SPEC)
+    tier.fault = lambda verb, _key: Fault.FAIL if verb == "read" else None
+    for number in range(6):
+        save_blocks(ns, chain(ns, number, 1))
+        settle(store)
+    assert [loaded(ns, chain(ns, number, 1)) for number in range(4)] == [0] * 4
+    save_blocks(ns, chain(ns, 6, 1))
+    settle(store)
+    figures = store.stats().per_tier["fake"]
+    assert (figures["healthy"], figures["reads_work"], figures["writes_work"]) == (0, 0, 1)
+    assert (figures["entries"], figures["write_skipped"], figures["write_dropped"]) == (7, 0, 0)
 
 
 def test_c050_reads_that_fail_are_told_once_and_the_next_key_is_served(
