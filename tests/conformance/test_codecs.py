@@ -23,7 +23,6 @@ class ZlibCodec(Codec):
     """A codec with a variable encoded size and a parameter, to try the suite itself."""
 
     codec_id: ClassVar[str] = "zlib"
-    lossless: ClassVar[bool] = True
 
     def __init__(self, level: int = 1) -> None:
         self.level = level

@@ -1,9 +1,13 @@
-"""The codec contract: a layer slice into fewer bytes and back.
+"""The codec contract: layer slices into fewer bytes and back.
 
-A codec works on whole layer slices of one :class:`~kvferry.core.spec.LayerSpec` and may be given
-several at once (one a block): small slices cost more a byte. The caller owns both buffers. Codecs hold
-no state between calls and are thread safe. Checksums are not theirs: they cover the encoded bytes and
-belong to the tier or the link.
+A pipeline (:class:`kvferry.codecs.CodecPipeline`) is built from stages of three kinds, in this order: any
+number of :class:`ArrayStage` (array to array: the same values arranged or cast for the next stage), at most
+one :class:`Codec` (array to bytes: it knows tensors and element types), any number of :class:`ByteStage`
+(bytes to bytes). All of them work on whole layer slices of one :class:`~kvferry.core.spec.LayerSpec` and may
+be given several at once (one a block): small slices cost more a byte.
+
+The caller owns every buffer. Stages hold no state between calls and are thread safe. Checksums are not
+theirs: they cover the encoded bytes and belong to the tier or the link.
 """
 
 from __future__ import annotations
@@ -13,23 +17,55 @@ from collections.abc import Mapping
 from typing import ClassVar, TypeAlias
 
 from kvferry.core.errors import CodecError
-from kvferry.core.spec import LayerSpec
+from kvferry.core.spec import LayerSpec, TensorSpec
 
-__all__ = ["Codec", "CodecConfig", "slice_count"]
+__all__ = ["ArrayStage", "ByteStage", "Codec", "CodecConfig", "Stage", "slice_count"]
 
 CodecConfig: TypeAlias = "Mapping[str, str | int | float | bool]"
 
 
-class Codec(ABC):
-    """Encodes and decodes layer slices.
+class Stage(ABC):
+    """One step of a pipeline.
 
     Attributes:
-        codec_id: Stable name; stored with every entry that the codec wrote.
+        codec_id: Stable name, the one it is registered under; stored with every entry that it wrote.
         lossless: Whether ``decode(encode(x)) == x`` bit for bit, NaN payloads and padding included.
     """
 
     codec_id: ClassVar[str]
-    lossless: ClassVar[bool]
+    lossless: bool = True
+
+    def config(self) -> CodecConfig:
+        """The parameters from which :meth:`from_config` builds an equal stage; empty by default."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: CodecConfig) -> Stage:
+        """Build a stage from its parameters.
+
+        Raises:
+            CodecError: For a parameter that it does not have, or a value outside its range.
+        """
+        if config:
+            raise CodecError(f"codec {cls.codec_id!r} has no parameters, got {sorted(config)}")
+        return cls()
+
+
+class Codec(Stage):
+    """Array to bytes: encodes and decodes layer slices."""
+
+    def unsupported(self, layer: LayerSpec) -> str:
+        """Why it does not apply to ``layer``, for people; empty if it does."""
+        del layer
+        return ""
+
+    def error_bound(self, tensor: TensorSpec) -> float:
+        """The stated bound of the relative L2 error (``|x - decoded| / |x|``) of ``tensor`` in one slice.
+
+        0 for a lossless codec. A pipeline checks it and stores what is outside as it is.
+        """
+        del tensor
+        return 0.0
 
     @abstractmethod
     def max_encoded_nbytes(self, layer: LayerSpec, count: int = 1) -> int:
@@ -43,8 +79,9 @@ class Codec(ABC):
             Bytes written to ``dst``.
 
         Raises:
-            CodecError: If ``src`` is no whole number of slices, or ``dst`` is too small; what ``dst``
-                holds is then undefined, but nothing outside it was touched.
+            CodecError: If ``src`` is no whole number of slices, the codec does not apply to ``layer``, or
+                ``dst`` is too small; what ``dst`` holds is then undefined, but nothing outside it was
+                touched.
         """
 
     @abstractmethod
@@ -58,20 +95,65 @@ class Codec(ABC):
             CodecError: If ``dst`` is no whole number of slices.
         """
 
-    def config(self) -> CodecConfig:
-        """The parameters from which :meth:`from_config` builds an equal codec; empty by default."""
-        return {}
 
-    @classmethod
-    def from_config(cls, config: CodecConfig) -> Codec:
-        """Build a codec from its parameters.
+class ArrayStage(Stage):
+    """Array to array: as many slices, of another layout (:meth:`encoded_layer`)."""
+
+    def unsupported(self, layer: LayerSpec) -> str:
+        """Why it does not apply to ``layer``, for people; empty if it does."""
+        del layer
+        return ""
+
+    @abstractmethod
+    def encoded_layer(self, layer: LayerSpec) -> LayerSpec:
+        """What slices of ``layer`` are after encoding."""
+
+    @abstractmethod
+    def encode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
+        """Encode whole slices; ``dst`` has exactly as many of :meth:`encoded_layer`.
 
         Raises:
-            CodecError: For a parameter that the codec does not have.
+            CodecError: If the sizes do not fit each other.
         """
-        if config:
-            raise CodecError(f"codec {cls.codec_id!r} has no parameters, got {sorted(config)}")
-        return cls()
+
+    @abstractmethod
+    def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
+        """The reverse: ``src`` are slices of :meth:`encoded_layer`, ``dst`` as many of ``layer``.
+
+        Raises:
+            CodecError: If the sizes do not fit each other.
+        """
+
+
+class ByteStage(Stage):
+    """Bytes to bytes: knows nothing of tensors, so it also takes opaque layouts."""
+
+    @abstractmethod
+    def max_encoded_nbytes(self, nbytes: int) -> int:
+        """Exact upper bound of the encoded size of ``nbytes``."""
+
+    @abstractmethod
+    def encode_into(self, src: memoryview, dst: memoryview) -> int:
+        """Encode ``src`` to the start of ``dst``.
+
+        Returns:
+            Bytes written to ``dst``.
+
+        Raises:
+            CodecError: If ``dst`` is too small; nothing outside it was touched.
+        """
+
+    @abstractmethod
+    def decode_into(self, src: memoryview, dst: memoryview) -> int:
+        """Decode ``src`` to the start of ``dst``.
+
+        Returns:
+            Bytes written to ``dst``.
+
+        Raises:
+            CorruptBlockError: If ``src`` was not made by this stage, is cut or too long, or does not fit
+                into ``dst``.
+        """
 
 
 def slice_count(nbytes: int, layer: LayerSpec, codec_id: str) -> int:

@@ -16,7 +16,6 @@ class RawCodec(Codec):
     """Copies; the default of every tier and link."""
 
     codec_id: ClassVar[str] = "raw"
-    lossless: ClassVar[bool] = True
 
     def max_encoded_nbytes(self, layer: LayerSpec, count: int = 1) -> int:
         """Exactly the size of the slices."""

@@ -1,0 +1,307 @@
+"""Pipelines of stages: ``ebp``, ``shuffle|zstd(level=1)``, ``int8(k=channel)|lz4``.
+
+A pipeline writes frames (:mod:`kvferry.codecs.frame`), which say by themselves how they are decoded, so a
+reader needs no configuration: :func:`decode_frame`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from kvferry.codecs.base import ArrayStage, ByteStage, Codec, CodecConfig, Stage, slice_count
+from kvferry.codecs.error import SliceError, slice_errors
+from kvferry.codecs.frame import Frame, StageId, encode_header, header_nbytes, parse_frame, stage_bytes
+from kvferry.codecs.raw import RawCodec
+from kvferry.codecs.stages import registry
+from kvferry.core.buffers import copy_into, page_aligned
+from kvferry.core.errors import CodecError, CorruptBlockError
+from kvferry.core.spec import KVSpec, LayerSpec
+
+__all__ = ["CodecPipeline", "decode_frame"]
+
+_STAGE: Final = re.compile(r"([a-z0-9_.-]+)\s*(?:\(([^()]*)\))?", re.ASCII)
+_CACHED: Final = 64
+_CHECK_EVERY: Final = 16
+_scratch = threading.local()
+
+
+class CodecPipeline:
+    """Stages in a row, with the verbs of a codec; writes frames. Thread safe.
+
+    A slice whose frame would be larger than the slices themselves, or whose lossy values are outside the
+    stated bound, is stored as it is.
+
+    Args:
+        stages: In the order of encoding: array stages, at most one codec (``raw`` if none), byte stages.
+        check: How often the bound of a lossy pipeline is checked: ``"sample"`` every 16th call, ``"always"``,
+            ``"never"``.
+
+    Raises:
+        CodecError: If the stages do not follow each other.
+    """
+
+    def __init__(self, stages: Sequence[Stage], *, check: str = "sample") -> None:
+        if check not in ("sample", "always", "never"):
+            raise CodecError(f"check is {check!r}; write sample, always or never")
+        self.stages: Final = tuple(stages)
+        self.arrays: Final = tuple(s for s in stages if isinstance(s, ArrayStage))
+        codecs = [s for s in stages if isinstance(s, Codec)]
+        self.bytes: Final = tuple(s for s in stages if isinstance(s, ByteStage))
+        if len(codecs) > 1 or [*self.arrays, *codecs, *self.bytes] != list(stages):
+            raise CodecError(
+                f"pipeline {self.text!r}: array stages come first, then at most one codec, then byte stages"
+            )
+        self.codec: Final = codecs[0] if codecs else RawCodec()
+        self.lossless: Final = all(s.lossless for s in stages)
+        self._plain = not self.arrays and not self.bytes and isinstance(self.codec, RawCodec)
+        self._check = check
+        self._named = stage_bytes(tuple((s.codec_id, s.config()) for s in stages))
+        self._header = header_nbytes(self._named)
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._out_of_bound = 0
+        self._stored_raw = 0
+
+    @classmethod
+    def parse(cls, text: str, *, check: str = "sample") -> CodecPipeline:
+        """A pipeline from its text form.
+
+        Raises:
+            CodecError: For a malformed text, an unknown parameter or stages in a wrong order.
+            UnknownPluginError: For a stage that does not exist; with the nearest name.
+        """
+        return cls([_parse_stage(text, part.strip()) for part in text.split("|")], check=check)
+
+    @property
+    def text(self) -> str:
+        """The text form, which :meth:`parse` reads back to an equal pipeline."""
+        return "|".join(_stage_text(s) for s in self.stages)
+
+    def __repr__(self) -> str:
+        return f"<CodecPipeline {self.text}>"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Calls of :meth:`encode_into`, how many stored slices as they are, and how many for the bound."""
+        return {"calls": self._calls, "stored_raw": self._stored_raw, "out_of_bound": self._out_of_bound}
+
+    def unsupported(self, spec: KVSpec) -> str:
+        """Why it does not apply to blocks of ``spec``, for people; empty if it does."""
+        typed = [*self.arrays, *([] if isinstance(self.codec, RawCodec) else [self.codec])]
+        if spec.layout != "kvferry" and typed:
+            return f"layout {spec.layout!r} is opaque, so {typed[0].codec_id!r} cannot know its tensors"
+        for number, layer in enumerate(spec.layers):
+            inner = layer
+            for stage in self.arrays:
+                if reason := stage.unsupported(inner):
+                    return f"layer {number}: {reason}"
+                inner = stage.encoded_layer(inner)
+            if reason := self.codec.unsupported(inner):
+                return f"layer {number}: {reason}"
+        return ""
+
+    def max_encoded_nbytes(self, layer: LayerSpec, count: int = 1) -> int:
+        """What :meth:`encode_into` needs: a header and the larger of the slices and what a stage makes."""
+        return self._header + max(layer.nbytes * count, self._body_bounds(layer, count)[-1])
+
+    def encode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> int:
+        """Encode whole slices of ``layer`` to one frame at the start of ``dst``.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            CodecError: As :meth:`kvferry.codecs.Codec.encode_into`; ``dst`` must hold
+                :meth:`max_encoded_nbytes`.
+        """
+        count = slice_count(len(src), layer, self.text)
+        needed = self.max_encoded_nbytes(layer, count)
+        if len(dst) < needed:
+            raise CodecError(f"codec {self.text!r}: {needed} bytes are needed, the output has {len(dst)}")
+        body = dst[self._header : needed]
+        nbytes = len(src) if self._plain else self._encode(src, layer, count, body)
+        raw = nbytes >= len(src)
+        failed = None if raw or self.lossless or not self._due() else self._out_of(src, layer, body[:nbytes])
+        with self._lock:
+            self._calls += 1
+            self._stored_raw += raw or failed is not None
+            self._out_of_bound += failed is not None
+        if raw or failed is not None:
+            copy_into(body[: len(src)], src)
+            nbytes, raw = len(src), True
+        encode_header(dst, self._named, len(src), nbytes, lossy=not (self.lossless or raw), stored_raw=raw)
+        return self._header + nbytes
+
+    def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
+        """Decode one frame of this very pipeline; otherwise as :func:`decode_frame`."""
+        frame = parse_frame(src)
+        if frame.stages != self._named:
+            raise CorruptBlockError(f"the slice was encoded by other stages than {self.text!r}")
+        self.decode_body(frame, layer, dst)
+
+    def decode_body(self, frame: Frame, layer: LayerSpec, dst: memoryview) -> None:
+        """Decode a parsed frame of this pipeline.
+
+        Raises:
+            CorruptBlockError: If it does not hold exactly what ``dst`` takes.
+            CodecError: If ``dst`` is no whole number of slices.
+        """
+        count = slice_count(len(dst), layer, self.text)
+        if frame.decoded_nbytes != len(dst):
+            raise CorruptBlockError(
+                f"an encoded slice declares {frame.decoded_nbytes} bytes, {len(dst)} are expected"
+            )
+        if frame.stored_raw:
+            if len(frame.body) != len(dst):
+                raise CorruptBlockError(f"{len(frame.body)} bytes were stored as they are, not {len(dst)}")
+            copy_into(dst, frame.body)
+        else:
+            self._decode(frame.body, layer, count, dst)
+
+    # -- stages ----------------------------------------------------------------------------------------
+
+    def _layers(self, layer: LayerSpec) -> list[LayerSpec]:
+        found = [layer]
+        for stage in self.arrays:
+            found.append(stage.encoded_layer(found[-1]))
+        return found
+
+    def _body_bounds(self, layer: LayerSpec, count: int) -> list[int]:
+        """Largest size after the codec and after each byte stage."""
+        found = [self.codec.max_encoded_nbytes(self._layers(layer)[-1], count)]
+        for stage in self.bytes:
+            found.append(stage.max_encoded_nbytes(found[-1]))
+        return found
+
+    def _encode(self, src: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> int:
+        layers = self._layers(layer)
+        data = src
+        for index, stage in enumerate(self.arrays):
+            out = _buffer(f"array{index % 2}", layers[index + 1].nbytes * count)
+            stage.encode_into(data, layers[index], out)
+            data = out
+        bounds = self._body_bounds(layer, count)
+        if not self.bytes:
+            return self.codec.encode_into(data, layers[-1], dst)
+        if not isinstance(self.codec, RawCodec):
+            out = _buffer("bytes0", bounds[0])
+            data = out[: self.codec.encode_into(data, layers[-1], out)]
+        for index, step in enumerate(self.bytes):
+            last = index == len(self.bytes) - 1
+            target = dst if last else _buffer(f"bytes{1 - index % 2}", bounds[index + 1])
+            data = target[: step.encode_into(data, target)]
+        return len(data)
+
+    def _decode(self, body: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> None:
+        layers = self._layers(layer)
+        bounds = self._body_bounds(layer, count)
+        raw = isinstance(self.codec, RawCodec)
+        data = body
+        for index in range(len(self.bytes) - 1, -1, -1):
+            direct = raw and index == 0 and not self.arrays
+            out = dst if direct else _buffer(f"bytes{index % 2}", bounds[index])
+            data = out[: self.bytes[index].decode_into(data, out)]
+            if direct:
+                if len(data) != len(dst):
+                    raise CorruptBlockError(f"{len(data)} bytes were decoded, not {len(dst)}")
+                return
+        for index in range(len(self.arrays), -1, -1):
+            out = dst if index == 0 else _buffer(f"array{index % 2}", layers[index].nbytes * count)
+            if index == len(self.arrays):
+                self.codec.decode_into(data, layers[index], out)
+            else:
+                self.arrays[index].decode_into(data, layers[index], out)
+            data = out
+
+    # -- the bound -------------------------------------------------------------------------------------
+
+    def _due(self) -> bool:
+        return self._check == "always" or (self._check == "sample" and self._calls % _CHECK_EVERY == 0)
+
+    def _out_of(self, src: memoryview, layer: LayerSpec, body: memoryview) -> SliceError | None:
+        """The worst tensor outside its bound after decoding again, if any."""
+        again = _buffer("check", len(src))
+        self._decode(body, layer, len(src) // layer.nbytes, again)
+        for error in slice_errors(src, again, layer):
+            if not error.relative_l2 <= self.codec.error_bound(error.tensor):  # also for NaN
+                return error
+        return None
+
+
+def decode_frame(src: memoryview, layer: LayerSpec, dst: memoryview, *, lossless_only: bool = False) -> Frame:
+    """Decode one frame, whichever pipeline wrote it.
+
+    Args:
+        src: Exactly one frame.
+        layer: What the slices are.
+        dst: As long as what was encoded.
+        lossless_only: Refuse a frame whose values are not those that were encoded.
+
+    Raises:
+        CorruptBlockError: If it cannot be decoded to exactly ``dst``.
+        CodecError: If it is lossy and ``lossless_only``, or names a stage that is not installed.
+    """
+    frame = parse_frame(src)
+    pipeline = _pipeline_of(frame.stages)
+    if lossless_only and (frame.lossy or not (pipeline.lossless or frame.stored_raw)):
+        raise CodecError(f"the slice was encoded by the lossy {pipeline.text!r}, this reader takes no loss")
+    pipeline.decode_body(frame, layer, dst)
+    return frame
+
+
+@functools.lru_cache(_CACHED)
+def _pipeline_of(stages: bytes) -> CodecPipeline:
+    named = Frame(stages, lossy=False, stored_raw=False, decoded_nbytes=0, body=memoryview(b"")).stage_ids()
+    return CodecPipeline([_load(stage) for stage in named])
+
+
+def _load(stage: StageId) -> Stage:
+    return registry.load(stage[0]).from_config(stage[1])
+
+
+def _parse_stage(text: str, part: str) -> Stage:
+    found = _STAGE.fullmatch(part)
+    if found is None:
+        raise CodecError(f"codec {text!r}: {part!r} is no stage; write name or name(parameter=value, ...)")
+    config: dict[str, str | int | float | bool] = {}
+    for item in filter(None, map(str.strip, (found[2] or "").split(","))):
+        name, equals, value = map(str.strip, item.partition("="))
+        if not name or not equals or not value or name in config:
+            raise CodecError(f"codec {text!r}: {item!r} is not of the form parameter=value, or given twice")
+        config[name] = _value(value)
+    return _load((found[1], config))
+
+
+def _value(text: str) -> str | int | float | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            return number
+    return text
+
+
+def _stage_text(stage: Stage) -> str:
+    config: CodecConfig = stage.config()
+    values = ", ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in config.items()
+    )
+    return f"{stage.codec_id}({values})" if values else stage.codec_id
+
+
+def _buffer(name: str, nbytes: int) -> memoryview:
+    """Scratch memory of this thread, page-aligned, grown to the largest use; one for each name."""
+    held: memoryview | None = getattr(_scratch, name, None)
+    if held is None or len(held) < nbytes:
+        held = page_aligned(nbytes)
+        setattr(_scratch, name, held)
+    return held[:nbytes]
