@@ -152,6 +152,7 @@ class CodecSuite(ABC):
         """``from_config(config())`` writes the same bytes."""
         codec, layer = self.make_codec(), LAYERS["kv_bf16"]
         again = type(codec).from_config(codec.config())
+        assert isinstance(again, Codec)
         data = _fill("random", layer.nbytes)
         assert self._encoded(again, layer, data, 1) == self._encoded(codec, layer, data, 1)
         with pytest.raises(CodecError):
