@@ -8,6 +8,7 @@ buffers while ``send`` waits. So there is one copy of what is large, and no memo
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -158,6 +159,7 @@ class _InprocConnection(Connection):
         self._incoming = incoming
         self._lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
 
     @property
     def local_address(self) -> str:
@@ -187,6 +189,8 @@ class _InprocConnection(Connection):
         return self._incoming.wait_readable(deadline)
 
     def close(self) -> None:
+        if self._pid != os.getpid():
+            return  # its locks may be held for ever here
         with self._lock:
             if self._closed:
                 return
@@ -195,6 +199,8 @@ class _InprocConnection(Connection):
         self._incoming.break_off("was closed")
 
     def abort(self) -> None:
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if self._closed:
                 return
@@ -203,10 +209,10 @@ class _InprocConnection(Connection):
         self._incoming.break_off("was aborted")
 
     def _check_open(self) -> None:
+        name = f"the connection {self._local_address} to {self._peer_address}"
+        _check_not_forked(name, self._pid)
         if self._closed:
-            raise ConnectionClosedError(
-                f"the connection {self._local_address} to {self._peer_address} is closed"
-            )
+            raise ConnectionClosedError(f"{name} is closed")
 
 
 class InprocListener(Listener):
@@ -218,6 +224,7 @@ class InprocListener(Listener):
         self._changed = threading.Condition()
         self._pending: deque[_InprocConnection] = deque()
         self._closed = False
+        self._pid = os.getpid()
 
     @property
     def address(self) -> str:
@@ -229,6 +236,7 @@ class InprocListener(Listener):
 
     def accept(self, deadline: float) -> Connection:
         """The next connection; see :meth:`Listener.accept`."""
+        _check_not_forked(f"the listener on {self._url}", self._pid)
         with self._changed:
             while True:
                 if self._closed:
@@ -265,6 +273,8 @@ class InprocListener(Listener):
 
     def close(self) -> None:
         """Free the name; connections that were not accepted yet are aborted."""
+        if self._pid != os.getpid():
+            return
         with _names_lock:
             if _names.get(self._name) is self:
                 del _names[self._name]
@@ -311,6 +321,14 @@ def _parse(address: str) -> Address:
     if parsed.scheme != "inproc":
         raise ConfigError(f"address {address!r}: is not an inproc address")
     return parsed
+
+
+def _check_not_forked(name: str, pid: int) -> None:
+    """Refuse what a forked child has a copy of: nobody is at the other end, a lock may be held for ever."""
+    if pid != os.getpid():
+        raise ConnectionClosedError(
+            f"{name} was made by process {pid}, which forked this one; make a new one here"
+        )
 
 
 def _nobody(url: str) -> ConnectError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import math
+import os
 import select
 import socket
 import struct
@@ -48,15 +49,19 @@ class GuardedSocket:
 
     Otherwise a thread that blocks in a system call could find itself on a descriptor that the kernel has
     given to another file meanwhile.
+
+    A forked child has a copy of the descriptor, and with it the parent's stream: there every call fails,
+    and the end closes the copy and leaves the stream alone.
     """
 
-    __slots__ = ("_lock", "_users", "closing", "sock")
+    __slots__ = ("_lock", "_pid", "_users", "closing", "sock")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock: Final = sock
         self.closing: Final = threading.Event()
         self._lock = threading.Lock()
         self._users = 0
+        self._pid = os.getpid()
 
     @property
     def closed(self) -> bool:
@@ -67,8 +72,13 @@ class GuardedSocket:
         """A call on the socket starts; each needs its :meth:`leave`.
 
         Raises:
-            ConnectionClosedError: If it was closed here; ``name`` says what.
+            ConnectionClosedError: If it was closed here, or belongs to the parent of this process;
+                ``name`` says what.
         """
+        if self._inherited():
+            raise ConnectionClosedError(
+                f"{name} was made by process {self._pid}, which forked this one; make a new one here"
+            )
         with self._lock:
             if self.closing.is_set():
                 raise ConnectionClosedError(f"{name} is closed")
@@ -81,8 +91,17 @@ class GuardedSocket:
             if self._users == 0 and self.closing.is_set():
                 self.sock.close()
 
+    def _inherited(self) -> bool:
+        """Whether this is a forked child's copy; it is closed then. The lock may be held for ever there."""
+        if os.getpid() == self._pid:
+            return False
+        self.sock.close()
+        return True
+
     def begin_close(self) -> bool:
-        """Mark as closed and enter; ``False`` (not entered) if it was closed before."""
+        """Mark as closed and enter; ``False`` (not entered) if it was closed before, or is inherited."""
+        if self._inherited():
+            return False
         with self._lock:
             if self.closing.is_set():
                 return False
@@ -91,7 +110,9 @@ class GuardedSocket:
             return True
 
     def reenter(self) -> bool:
-        """Enter even if it is being closed; ``False`` if the descriptor is gone."""
+        """Enter even if it is being closed; ``False`` if the descriptor is gone, or inherited."""
+        if self._inherited():
+            return False
         with self._lock:
             if self.sock.fileno() < 0:
                 return False
@@ -109,7 +130,7 @@ class GuardedSocket:
 class SocketConnection(Connection):
     """A connection over one connected stream socket.
 
-    Not to be used on both sides of a fork.
+    After a fork it is the parent's; the child makes its own.
 
     Args:
         sock: Connected; owned from here on.

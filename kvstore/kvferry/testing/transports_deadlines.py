@@ -1,0 +1,80 @@
+"""The part of the transport suite on deadlines: every call comes back at its own, and not much later."""
+
+# ruff: noqa: D102 - the names of the tests say what is required
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConnectError, TransferTimeoutError
+from kvferry.testing.threads import Blocked
+from kvferry.testing.transports_common import SHORT_S, TransportFixtures, blocking_buffer
+
+__all__ = ["TransportDeadlines"]
+
+
+class TransportDeadlines(TransportFixtures):
+    """Receiving, sending, accepting, waiting, connecting and closing against a peer that does nothing."""
+
+    def test_deadline_of_receive(self) -> None:
+        with self.connected() as (one, other):
+            self.assert_in_time(lambda deadline: other.recv_into([memoryview(bytearray(2))], deadline))
+            one.send([b"x"], self.soon())
+            self.assert_in_time(lambda deadline: other.recv_into([memoryview(bytearray(2))], deadline))
+
+    def test_deadline_of_send(self) -> None:
+        with self.connected() as (one, _):
+            self.assert_in_time(lambda deadline: one.send([blocking_buffer()], deadline))
+            one.abort()
+
+    def test_deadline_of_accept(self) -> None:
+        with self.listening() as listener:
+            self.assert_in_time(listener.accept)
+
+    def test_past_deadline_fails_before_anything_is_moved(self) -> None:
+        received = bytearray(1)
+        with self.connected() as (one, other):
+            with pytest.raises(TransferTimeoutError):
+                one.send([b"lost"], deadline_in(-1))
+            one.send([b"x"], self.soon())
+            assert other.wait_readable(self.soon())
+            with pytest.raises(TransferTimeoutError):
+                other.recv_into([memoryview(received)], deadline_in(-1))
+            other.recv_into([memoryview(received)], self.soon())
+        assert received == b"x"
+
+    def test_wait_readable(self, pool: ThreadPoolExecutor) -> None:
+        with self.connected() as (one, other):
+            started = time.monotonic()
+            assert not other.wait_readable(deadline_in(SHORT_S))
+            assert time.monotonic() - started >= SHORT_S * 0.9
+            assert not other.wait_readable(deadline_in(-1))
+            waiting = Blocked(pool, lambda: other.wait_readable(self.soon()))
+            one.send([b"x"], self.soon())
+            assert waiting.future.result(timeout=5) is True
+            assert other.wait_readable(self.soon()), "still there until it is taken"
+            other.recv_into([memoryview(bytearray(1))], self.soon())
+            assert not other.wait_readable(deadline_in(0.01))
+            one.close()
+            assert other.wait_readable(self.soon()), "the end of the stream counts"
+
+    def test_close_does_not_wait_for_a_peer_that_does_not_read(self) -> None:
+        with self.connected() as (one, _):
+            with pytest.raises(TransferTimeoutError):
+                one.send([blocking_buffer()], deadline_in(SHORT_S))
+            started = time.monotonic()
+            one.close()
+            assert time.monotonic() - started < 3
+
+    def test_connect_to_nobody_who_accepts_ends_in_time(self) -> None:
+        """Whether or not it is made before it is accepted, it does not wait past its deadline."""
+        with self.listening() as listener:
+            started = time.monotonic()
+            try:
+                self.transport().connect(self.dial_url(listener), deadline_in(SHORT_S)).abort()
+            except ConnectError as error:
+                assert listener.address.partition("?")[0] in str(error)  # noqa: PT017 - may also be made
+            assert time.monotonic() - started < SHORT_S + 3
