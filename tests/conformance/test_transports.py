@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import itertools
 import socket
+import tempfile
+from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
 
-from kvferry.testing.transports import TransportSuite
+from kvferry.testing.transports import SharedMemorySuite, TransportSuite
 from kvferry.transports import get_transport
 from kvferry.transports.base import Transport
 
@@ -63,3 +65,27 @@ class TestPacedTcp(TransportSuite):
 
     def listen_url(self) -> str:
         return "tcp://127.0.0.1:0?rate=400MB/s"
+
+
+class TestUnix(SharedMemorySuite):
+    @pytest.fixture(autouse=True)
+    def _folder(self) -> Iterator[None]:
+        # of its own, and short: the path of a socket has at most 107 bytes
+        with tempfile.TemporaryDirectory(prefix="kvf-") as self._path:
+            yield
+
+    def transport(self) -> Transport:
+        return get_transport("unix")
+
+    def listen_url(self) -> str:
+        return f"unix://{self._path}/s"
+
+
+class TestSpinningUnix(TestUnix):
+    """Spinning changes how a process waits, nothing else."""
+
+    largest_nbytes: ClassVar[int] = 4 << 20
+    connect_cycles: ClassVar[int] = 20
+
+    def listen_url(self) -> str:
+        return f"unix://{self._path}/s?spin=50us"

@@ -259,6 +259,6 @@ class ChannelServer:
 def _host(address: str) -> str:
     """The part of a peer's URL that stays the same when it connects again."""
     try:
-        return urlsplit(address).hostname or address
+        return urlsplit(address).hostname or address.partition("&pid=")[0]
     except ValueError:
         return address

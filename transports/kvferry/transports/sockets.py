@@ -1,4 +1,4 @@
-"""Connections over stream sockets: what ``tcp`` is made of, and later ``unix``.
+"""Connections over stream sockets: what ``tcp`` and ``unix`` are made of.
 
 The sockets are blocking. A call first tries without waiting (one system call in the good case); what is
 left then blocks in the kernel, which counts down the deadline (``SO_RCVTIMEO``, ``SO_SNDTIMEO``) and fills
@@ -19,14 +19,21 @@ import termios
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
+
+from typing_extensions import Buffer
 
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
-from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError, TransportError
+from kvferry.core.errors import (
+    ConnectionClosedError,
+    KVFerryError,
+    TransferTimeoutError,
+    TransportError,
+)
 from kvferry.transports.base import Connection
 from kvferry.transports.pacing import Pacer
 
-__all__ = ["GuardedSocket", "SocketConnection", "poll_timeout_ms"]
+__all__ = ["Ancillary", "GuardedSocket", "SocketConnection", "poll_timeout_ms"]
 
 _MAX_PARTS: Final = 1024  # IOV_MAX
 _MAX_WAIT_S: Final = 3600.0
@@ -34,6 +41,8 @@ _EXACT_S: Final = 0.02
 _FLUSH_S: Final = 0.25
 _DRAIN_NBYTES: Final = 1 << 16
 _SIOCOUTQNSD: Final = 0x894B  # bytes of the send queue that were not sent yet
+Ancillary: TypeAlias = "Sequence[tuple[int, int, Buffer]]"
+"""Control messages of ``sendmsg``: level, kind, bytes."""
 _GONE: Final = frozenset(
     {errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ECONNABORTED}
 )
@@ -191,7 +200,10 @@ class SocketConnection(Connection):
             first = _advance(views, first, sent)
         return waits
 
-    def _send_some(self, batch: list[memoryview], more: int, deadline: float, *, waits: bool) -> int:
+    def _send_some(
+        self, batch: list[memoryview], more: int, deadline: float, *, waits: bool, ancillary: Ancillary = ()
+    ) -> int:
+        """Bytes sent; 0 if the buffer of the socket is full."""
         flags = socket.MSG_NOSIGNAL | more
         if waits:
             self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
@@ -200,7 +212,7 @@ class SocketConnection(Connection):
             if time.monotonic() >= deadline:
                 raise self._timed_out("sending")
         try:
-            return self._guard.sock.sendmsg(batch, (), flags)
+            return self._guard.sock.sendmsg(batch, ancillary, flags)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -260,13 +272,17 @@ class SocketConnection(Connection):
         elif time.monotonic() >= deadline:
             raise self._timed_out(doing)
         try:
-            if len(batch) == 1:
-                return self._guard.sock.recv_into(batch[0], 0, flags)
-            return self._guard.sock.recvmsg_into(batch, 0, flags)[0]
+            return self._recv_call(batch, flags)
         except BlockingIOError:
             return -1
         except OSError as error:
             raise self._failed(error, doing) from error
+
+    def _recv_call(self, batch: list[memoryview], flags: int) -> int:
+        """One system call that receives."""
+        if len(batch) == 1:
+            return self._guard.sock.recv_into(batch[0], 0, flags)
+        return self._guard.sock.recvmsg_into(batch, 0, flags)[0]
 
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
@@ -376,7 +392,7 @@ class SocketConnection(Connection):
     def _timed_out(self, doing: str) -> TransferTimeoutError:
         return TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
 
-    def _failed(self, error: OSError, doing: str) -> TransportError:
+    def _failed(self, error: OSError, doing: str) -> KVFerryError:
         if self._guard.closed:
             return ConnectionClosedError(f"{self._name} was closed here while {doing}")
         reason = error.strerror or str(error)

@@ -1,0 +1,463 @@
+"""The ``unix`` transport: ``unix:///path?rate=1GB/s&spin=50us&allow_uid=1001``, with descriptors.
+
+Only processes of the listener's own user, and of root, are let in, whatever the permissions of the
+socket's file say; ``allow_uid`` and ``allow_gid`` name others (numbers, with commas between). Who is
+refused finds the reason at its first call, and the listener logs it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import logging
+import math
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from kvferry.core.address import Address, parse_url
+from kvferry.core.errors import (
+    AuthError,
+    ConfigError,
+    ConnectError,
+    ConnectionClosedError,
+    KVFerryError,
+    ProtocolError,
+    TransferTimeoutError,
+    TransportError,
+)
+from kvferry.core.log import LogLimiter
+from kvferry.core.units import parse_rate, parse_seconds
+from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
+from kvferry.transports.sockets import GuardedSocket, SocketConnection, poll_timeout_ms
+from kvferry.transports.unix_path import SocketFile, bind_path, peer_credentials
+
+__all__ = ["UnixConnection", "UnixListener", "UnixTransport"]
+
+_log = logging.getLogger(__name__)
+_OPTIONS: Final = ("rate", "spin", "allow_uid", "allow_gid")
+_MAX_SPIN_S: Final = 0.01
+_MAX_ID: Final = 2**32 - 2
+_SO_PEERGROUPS: Final = 59  # <asm-generic/socket.h>; not named by the socket module
+_MAX_BATCH: Final = 253  # SCM_MAX_FD
+_INT_NBYTES: Final = struct.calcsize("i")
+_BATCH_ROOM: Final = socket.CMSG_SPACE(_MAX_BATCH * _INT_NBYTES)
+# What a listener sends to a process that it does not let in, before anything else: this and a text.
+_REFUSED: Final = bytes.fromhex("00ff4b564659d5c41e0a7bb20d93e6f8")
+_MAX_REFUSAL_NBYTES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The options of an address."""
+
+    rate: float | None
+    spin_s: float
+    uids: frozenset[int]
+    gids: frozenset[int]
+
+    @property
+    def open(self) -> bool:
+        """Whether others than the own user are let in."""
+        return bool(self.uids or self.gids)
+
+    def admits(self, sock: socket.socket, uid: int, gid: int) -> bool:
+        """Whether the process at the other end of ``sock`` may be there."""
+        if uid in (0, os.geteuid()) or uid in self.uids:
+            return True
+        return bool(self.gids) and not self.gids.isdisjoint({gid, *_peer_groups(sock)})
+
+
+class UnixTransport(Transport):
+    """Connects processes of one machine; has no state, any thread may use it."""
+
+    scheme: ClassVar[str] = "unix"
+
+    def connect(self, address: str, deadline: float) -> Connection:
+        """Connect to ``address``; a listener of another user than root is refused like a peer that dials.
+
+        A listener that does not let this process in says so at the first call that sends or receives.
+
+        Raises:
+            AuthError: If another user listens there, whom neither ``allow_uid`` nor ``allow_gid`` names.
+            ConnectError: See :meth:`Transport.connect`.
+            ConfigError: See :meth:`Transport.connect`.
+        """
+        parsed, settings = _parse(address)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _dial(sock, parsed, deadline)
+            credentials = pid, uid, gid = peer_credentials(sock)
+            if not settings.admits(sock, uid, gid):
+                raise AuthError(
+                    f"process {pid} of uid {uid}, gid {gid} listens on unix://{parsed.path}, this one has "
+                    f"uid {os.geteuid()}; if that is meant, add allow_uid={uid} to the address"
+                )
+            return UnixConnection(
+                sock,
+                local_address=_end_url(parsed.path, os.getpid(), os.geteuid()),
+                peer_address=parsed.url,
+                credentials=credentials,
+                settings=settings,
+                admitted=False,
+            )
+        except BaseException:
+            sock.close()
+            raise
+
+    def listen(self, address: str) -> UnixListener:
+        """Listen on ``address``; a socket file whose listener is gone is replaced.
+
+        The file is for the own user alone (0600), unless others are allowed; then it is open to all (0666)
+        and what counts is who they are.
+        """
+        parsed, settings = _parse(address)
+        sock, file = bind_path(parsed.path, 0o666 if settings.open else 0o600)
+        return UnixListener(sock, file, parsed, settings)
+
+
+class UnixListener(Listener):
+    """A listening socket and its file. Any thread may accept or close.
+
+    Closing removes the file if it is still the same one; a forked child's copy leaves it alone.
+    """
+
+    def __init__(self, sock: socket.socket, file: SocketFile, asked: Address, settings: _Settings) -> None:
+        sock.setblocking(False)
+        self._guard = GuardedSocket(sock)
+        self._file = file
+        self._settings = settings
+        self._limiter = LogLimiter(_log)
+        options = dict(asked.options)
+        if settings.open:  # they must trust us in turn
+            options.pop("allow_gid", None)
+            options["allow_uid"] = str(os.geteuid())
+        self._address: Final = Address("unix", path=asked.path, options=options).url
+
+    @property
+    def address(self) -> str:
+        """The URL to dial, with the options that hold for both ends."""
+        return self._address
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._address}>"
+
+    def accept(self, deadline: float) -> Connection:
+        """The next connection of a process that is let in; others are told why not, and logged."""
+        self._guard.enter(f"the listener on {self._address}")
+        try:
+            while True:
+                sock = self._accept(deadline)
+                connection = self._admit(sock)
+                if connection is not None:
+                    return connection
+        finally:
+            self._guard.leave()
+
+    def _accept(self, deadline: float) -> socket.socket:
+        poll = select.poll()
+        poll.register(self._guard.sock, select.POLLIN)
+        while True:
+            ready = poll.poll(poll_timeout_ms(deadline))
+            if self._guard.closed:
+                raise ConnectionClosedError(f"the listener on {self._address} was closed while accepting")
+            if not ready:
+                if time.monotonic() < deadline:
+                    continue
+                raise TransferTimeoutError(f"nobody connected to {self._address} by the deadline")
+            try:
+                return self._guard.sock.accept()[0]
+            except (BlockingIOError, ConnectionAbortedError):
+                continue  # the peer has gone again
+            except OSError as error:
+                if self._guard.closed:
+                    continue
+                raise TransportError(
+                    f"cannot accept on {self._address}: {error.strerror}; "
+                    "if it is for too many open files, allow more (ulimit -n) or close connections"
+                ) from error
+
+    def _admit(self, sock: socket.socket) -> Connection | None:
+        try:
+            credentials = pid, uid, gid = peer_credentials(sock)
+            if self._settings.admits(sock, uid, gid):
+                return UnixConnection(
+                    sock,
+                    local_address=self._address,
+                    peer_address=_end_url(self._file.path, pid, uid),
+                    credentials=credentials,
+                    settings=self._settings,
+                )
+        except BaseException:
+            sock.close()
+            raise
+        text = f"the listener on {self._address} lets in uid {os.geteuid()} and root{_also(self._settings)}"
+        _refuse(sock, f"{text}; process {pid} has uid {uid}, gid {gid}: ask its owner for allow_uid={uid}")
+        self._limiter.log(
+            logging.WARNING, uid, "%s; process %d of uid %d, gid %d was refused", text, pid, uid, gid
+        )
+        return None
+
+    def close(self) -> None:
+        """Stop listening, remove the file, and wake a waiting thread."""
+        if not self._guard.begin_close():
+            return
+        try:
+            self._file.remove()
+            with contextlib.suppress(OSError):
+                self._guard.sock.shutdown(socket.SHUT_RDWR)
+            self._limiter.flush()
+        finally:
+            self._guard.leave()
+
+
+class UnixConnection(SocketConnection, SharedMemoryConnection):
+    """A connection to a process of the same machine; see :class:`SharedMemoryConnection`.
+
+    Descriptors go with a byte of their own, which says how many they are, at most 253 at a time. Those
+    that a peer attaches to other bytes are closed by the kernel, and end the connection.
+
+    Args:
+        sock: Connected; owned from here on.
+        local_address: URL of this end.
+        peer_address: URL of the other end.
+        credentials: (pid, uid, gid) of the peer.
+        settings: Rate and spin.
+        admitted: Whether the other end has no say any more in who connects.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        local_address: str,
+        peer_address: str,
+        credentials: tuple[int, int, int],
+        settings: _Settings,
+        admitted: bool = True,
+    ) -> None:
+        super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=settings.rate)
+        self._credentials = credentials
+        self._spin_s = settings.spin_s
+        self._admitted = admitted
+        self._room = 0  # for descriptors, in the call that receives
+        self._taken: list[int] = []
+
+    @property
+    def peer_credentials(self) -> tuple[int, int, int]:
+        """(pid, uid, gid) of the peer when it connected, or began to listen."""
+        return self._credentials
+
+    # -- descriptors -----------------------------------------------------------------------------------
+
+    def send_descriptors(self, descriptors: Sequence[int], deadline: float) -> None:
+        """See :meth:`SharedMemoryConnection.send_descriptors`."""
+        if not descriptors:
+            raise ValueError("no descriptors to send")
+        self._guard.enter(self._name)
+        try:
+            for first in range(0, len(descriptors), _MAX_BATCH):
+                batch = array.array("i", descriptors[first : first + _MAX_BATCH])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, batch)]
+                marker, waits = [memoryview(bytes([len(batch)]))], False
+                while not self._send_some(marker, 0, deadline, waits=waits, ancillary=ancillary):
+                    waits = True
+        finally:
+            self._guard.leave()
+
+    def recv_descriptors(self, count: int, deadline: float) -> list[int]:
+        """See :meth:`SharedMemoryConnection.recv_descriptors`."""
+        if count < 1:
+            raise ValueError(f"{count} descriptors asked")
+        self._guard.enter(self._name)
+        self._room, self._taken = _BATCH_ROOM, []
+        try:
+            while len(self._taken) < count:
+                self._recv_batch(min(_MAX_BATCH, count - len(self._taken)), count, deadline)
+            return self._taken
+        except BaseException:
+            for fd in self._taken:
+                os.close(fd)
+            raise
+        finally:
+            self._room, self._taken = 0, []
+            self._guard.leave()
+
+    def _recv_batch(self, wanted: int, count: int, deadline: float) -> None:
+        marker, had, waits = bytearray(1), len(self._taken), False
+        doing = f"receiving descriptors, {had} of {count} had come"
+        while (n := self._recv_some([memoryview(marker)], deadline, doing, waits=waits)) < 0:
+            waits = True
+        if n == 0 or self._guard.closed:
+            who = "was closed here" if self._guard.closed else "was ended by the peer"
+            raise ConnectionClosedError(f"{self._name} {who} after {had} of {count} descriptors")
+        came = len(self._taken) - had
+        if not came == marker[0] == wanted:
+            raise ProtocolError(
+                f"{self._name}: the peer sent {came} descriptors and says {marker[0]}, {wanted} are due",
+                remote=True,
+            )
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def wait_readable(self, deadline: float) -> bool:
+        """See :meth:`Connection.wait_readable`; looks for a while before it sleeps if told to spin."""
+        if self._spin_s:
+            until = min(time.monotonic() + self._spin_s, deadline)
+            while (now := time.monotonic()) < until:
+                if super().wait_readable(now):
+                    return True
+        return super().wait_readable(deadline)
+
+    def _recv_some(self, batch: list[memoryview], deadline: float, doing: str, *, waits: bool) -> int:
+        if waits and self._spin_s:
+            until = min(time.monotonic() + self._spin_s, deadline)
+            while time.monotonic() < until:
+                n = super()._recv_some(batch, deadline, doing, waits=False)
+                if n >= 0:
+                    return n
+        return super()._recv_some(batch, deadline, doing, waits=waits)
+
+    def _recv_call(self, batch: list[memoryview], flags: int) -> int:
+        if not self._admitted:
+            self._hear_verdict(flags)
+        n, ancillary, found, _ = self._guard.sock.recvmsg_into(
+            batch, self._room, flags | socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._taken.extend(array.array("i", data[: len(data) - len(data) % _INT_NBYTES]))
+        if found & socket.MSG_CTRUNC:
+            raise self._truncated()
+        return n
+
+    def _truncated(self) -> KVFerryError:
+        if not self._room:
+            return ProtocolError(
+                f"{self._name}: the peer attached descriptors where none are due; they were closed",
+                remote=True,
+            )
+        return TransportError(
+            f"{self._name}: only {len(self._taken)} of the peer's descriptors could be taken, this process "
+            "may open no more files; allow more (ulimit -n)"
+        )
+
+    # -- being let in ----------------------------------------------------------------------------------
+
+    def _hear_verdict(self, flags: int) -> None:
+        """Look at the first bytes: a listener that refuses sends its reason and nothing else.
+
+        Raises:
+            AuthError: With that reason.
+            OSError: If nothing is there yet, or the connection is broken.
+        """
+        most = len(_REFUSED) + _MAX_REFUSAL_NBYTES
+        head = self._guard.sock.recv(most, socket.MSG_PEEK | (flags & socket.MSG_DONTWAIT))
+        if head.startswith(_REFUSED):
+            reason = head[len(_REFUSED) :].decode(errors="replace")
+            raise AuthError("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason))
+        self._admitted = True
+
+    def _failed(self, error: OSError, doing: str) -> KVFerryError:
+        if not self._admitted and not self._guard.closed:
+            try:
+                self._hear_verdict(socket.MSG_DONTWAIT)
+            except AuthError as refusal:
+                return refusal
+            except OSError:
+                pass  # no word came
+        if error.errno == errno.ETOOMANYREFS:
+            return TransportError(
+                f"{self._name}: more descriptors are under way than this user may open files; the peer does "
+                "not take them, or the limit (ulimit -n) is too low"
+            )
+        return super()._failed(error, doing)
+
+    def _flush(self) -> None:
+        """Nothing is lost on the way to a process of this machine; take what it still sends, once.
+
+        Bytes left unread here would end its stream with a reset instead of an end.
+        """
+        scratch = bytearray(1 << 16)
+        until = time.monotonic() + 0.05
+        with contextlib.suppress(OSError):
+            while time.monotonic() < until and self._guard.sock.recv_into(scratch, 0, socket.MSG_DONTWAIT):
+                pass
+
+
+def _parse(address: str) -> tuple[Address, _Settings]:
+    parsed = parse_url(address, options=_OPTIONS)
+    if parsed.scheme != "unix":
+        raise ConfigError(f"address {address!r}: is not a unix address")
+    options = parsed.options
+    try:
+        rate = parse_rate(options["rate"]) if "rate" in options else None
+        spin_s = parse_seconds(options.get("spin", "0"))
+        uids, gids = (_parse_ids(name, options.get(name)) for name in ("allow_uid", "allow_gid"))
+    except ConfigError as error:
+        raise ConfigError(f"address {address!r}: {error}") from error
+    if spin_s > _MAX_SPIN_S:
+        raise ConfigError(
+            f"address {address!r}: spin is {spin_s:g} s, it is meant to be shorter than a wake-up takes "
+            f"(50us), and may be {_MAX_SPIN_S:g} s at most"
+        )
+    return parsed, _Settings(rate, spin_s, uids, gids)
+
+
+def _parse_ids(name: str, text: str | None) -> frozenset[int]:
+    ids = text.split(",") if text is not None else []
+    for one in ids:
+        if not (one.isascii() and one.isdigit() and len(one) <= 10 and int(one) <= _MAX_ID):
+            raise ConfigError(f"{name}={text}: write numbers with commas between, as in {name}=1000,1001")
+    return frozenset(map(int, ids))
+
+
+def _also(settings: _Settings) -> str:
+    named = [("uid", settings.uids), ("gid", settings.gids)]
+    return "".join(f", {kind} {', '.join(map(str, sorted(ids)))}" for kind, ids in named if ids)
+
+
+def _end_url(path: str, pid: int, uid: int) -> str:
+    return Address("unix", path=path, options={"uid": str(uid), "pid": str(pid)}).url
+
+
+def _peer_groups(sock: socket.socket) -> tuple[int, ...]:
+    """The further groups of the peer; none where the kernel does not say, or has more than fit."""
+    try:
+        data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)
+    except OSError:
+        return ()
+    return struct.unpack(f"{len(data) // 4}I", data[: len(data) // 4 * 4])
+
+
+def _dial(sock: socket.socket, parsed: Address, deadline: float) -> None:
+    """Connect by the deadline: only a blocking socket waits while the queue of the listener is full."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise ConnectError(f"cannot connect to {parsed.url}: the deadline has passed")
+    fraction, whole = math.modf(min(max(1e-3, left), 3600.0))
+    sock.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(whole), int(fraction * 1e6))
+    )
+    try:
+        sock.connect(parsed.path)
+    except OSError as error:
+        why = {
+            errno.ENOENT: "there is no such socket; check the path, and that it is running",
+            errno.ECONNREFUSED: "nobody listens there; check that it is running",
+            errno.EACCES: "this user may not open it; its owner lets others in with allow_uid or allow_gid",
+            errno.EAGAIN: "its queue is full and was not served by the deadline",
+        }.get(error.errno or 0, error.strerror or str(error))
+        raise ConnectError(f"cannot connect to {parsed.url}: {why}") from error
+
+
+def _refuse(sock: socket.socket, reason: str) -> None:
+    with sock, contextlib.suppress(OSError):
+        sock.setblocking(False)
+        sock.send(_REFUSED + reason.encode()[:_MAX_REFUSAL_NBYTES])
