@@ -79,10 +79,10 @@ class FaultyFiles(Files):
         self._pass("make_folder")
         return super().make_folder(name, parent)
 
-    def open_read(self, name: str, folder: int, flags: int = 0) -> tuple[int, int]:
+    def open_file(self, name: str, folder: int, flags: int = 0) -> int:
         """See :class:`Files`."""
         self._pass("open_read")
-        return super().open_read(name, folder, flags)
+        return super().open_file(name, folder, flags)
 
     def create(self, name: str, folder: int, flags: int = 0) -> int:
         """See :class:`Files`."""

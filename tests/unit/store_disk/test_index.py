@@ -81,7 +81,7 @@ def test_a_parent_that_is_learned_later_counts() -> None:
 
 def test_who_is_read_or_pinned_stays() -> None:
     index, home = filled(3, capacity=30)
-    assert index.begin_read(home, key(0)) is not None
+    assert index.begin_reads(home, [key(0)]) != [None]
     assert index.pin(home, [key(1), key(9)], deadline_in(60)) == [True, False]
     victims = index.evict(30)
     assert victims is not None
@@ -89,7 +89,7 @@ def test_who_is_read_or_pinned_stays() -> None:
     assert index.evict(30) is None
     index.unpin(home, [key(1)])
     entry = home.entries[key(0)]
-    index.end_read(entry)
+    index.end_reads([entry])
     victims = index.evict(30)
     assert victims is not None
     assert {v.key for v in victims} == {key(0), key(1)}

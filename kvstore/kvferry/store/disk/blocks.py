@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -13,7 +12,7 @@ import xxhash
 from kvferry.core.buffers import copy_into, page_aligned
 from kvferry.core.errors import CorruptBlockError
 from kvferry.core.keys import BlockKey
-from kvferry.store.disk.files import DIRECT, Files, read_parts, write_parts
+from kvferry.store.disk.files import Files, read_parts, write_parts
 from kvferry.store.disk.header import (
     ALIGNMENT,
     BlockHeader,
@@ -39,15 +38,19 @@ class Stored(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Page-aligned memory of each thread for a header and the last, partial page of data."""
+    """Page-aligned memory of each thread for headers, and for the last, partial page of data."""
 
     def __init__(self) -> None:
         self._memory = _EMPTY
 
-    def take(self, header_nbytes: int) -> tuple[memoryview, memoryview]:
-        if len(self._memory) < header_nbytes + ALIGNMENT:
-            self._memory = page_aligned(header_nbytes + ALIGNMENT)
-        return self._memory[:header_nbytes], self._memory[header_nbytes : header_nbytes + ALIGNMENT]
+    def take(self, header_nbytes: int, count: int = 1) -> tuple[list[memoryview], memoryview]:
+        """``count`` headers, and two pages."""
+        end = count * header_nbytes
+        if len(self._memory) < end + 2 * ALIGNMENT:
+            self._memory = page_aligned(end + 2 * ALIGNMENT)
+        memory = self._memory
+        headers = [memory[at : at + header_nbytes] for at in range(0, end, header_nbytes)]
+        return headers, memory[end : end + 2 * ALIGNMENT]
 
 
 _scratch = _Scratch()
@@ -77,15 +80,15 @@ def write_block(
     Raises:
         OSError: If it could not be written whole.
     """
-    whole = template.data_nbytes // ALIGNMENT * ALIGNMENT
-    rest = template.data_nbytes - whole
-    page, last = _scratch.take(template.header_nbytes)
-    if rest:
-        last[:rest] = data[whole:]
-        last[rest:] = bytes(ALIGNMENT - rest)
+    (page,), last = _scratch.take(template.header_nbytes)
     if direct:
         page[:] = header
-    parts = [page if direct else memoryview(header), data[:whole], last if rest else _EMPTY]
+    parts = [page if direct else memoryview(header), data]
+    if rest := template.rest_nbytes:
+        whole = template.data_nbytes - rest
+        last[:rest] = data[whole:]
+        last[rest:ALIGNMENT] = bytes(ALIGNMENT - rest)
+        parts[1:] = [data[:whole], last[:ALIGNMENT]]
     write_parts(files, fd, parts)
 
 
@@ -120,52 +123,67 @@ class BlockReader:
         self._namespace = namespace
         self._template = template
 
-    def read(self, fd: int, nbytes: int, key: BlockKey, into: memoryview, *, direct: bool) -> Stored:
-        """Read a block into ``into`` and compare everything.
+    def scratch(self, count: int) -> tuple[list[memoryview], memoryview]:
+        """This thread's memory for the headers of ``count`` blocks, and what :meth:`fetch` needs beside."""
+        return _scratch.take(self._template.header_nbytes, count)
+
+    def fetch(
+        self, fd: int, into: memoryview, page: memoryview, last: memoryview, *, direct: bool
+    ) -> int | None:
+        """Read a file that is just as the template makes it, in one call; :meth:`check` is to follow.
 
         Args:
-            fd: Its file.
+            fd: The file.
+            into: As long as a block; aligned with ``direct``.
+            page: For its header; from :meth:`scratch`, as ``last`` is.
+            last: For what lies behind the data: so much that a file which is too long shows.
+            direct: Whether the file was opened with O_DIRECT.
+
+        Returns:
+            The checksum of the data; ``None`` if the file is of another length, which says nothing bad yet.
+
+        Raises:
+            OSError: If it cannot be read.
+        """
+        template = self._template
+        rest = template.rest_nbytes
+        if not rest:
+            views = [page, into, last[:ALIGNMENT]]
+        elif direct:
+            views = [page, into[:-rest], last]
+        else:
+            views = [page, into, last[rest:]]
+        if self._files.preadv(fd, views, 0) != template.file_nbytes:
+            return None
+        if direct and rest:
+            copy_into(into[-rest:], last[:rest])
+        return xxhash.xxh3_64_intdigest(into)
+
+    def check(self, page: memoryview, key: BlockKey, checksum: int) -> Stored | None:
+        """Compare a header with what :meth:`fetch` found; ``None`` if it is not as the template makes it.
+
+        Raises:
+            CorruptBlockError: If the data is not what the header says.
+        """
+        found = self._template.check(bytes(page), key)
+        if found is None:
+            return None
+        _require_checksum(checksum, found[2])
+        return Stored(*found)
+
+    def read(self, fd: int, nbytes: int, key: BlockKey, into: memoryview) -> Stored:
+        """Read any block into ``into``, step by step, and compare everything.
+
+        Args:
+            fd: Its file, opened without O_DIRECT.
             nbytes: Size of that.
             key: What it has to be.
-            into: As long as a block; aligned with ``direct``.
-            direct: Whether the file was opened with O_DIRECT.
+            into: As long as a block.
 
         Raises:
             CorruptBlockError: If the file is not that block, whole and unchanged.
             OSError: If it cannot be read.
         """
-        stored = self._read_known(fd, nbytes, key, into, direct=direct)
-        if stored is None:
-            if direct:  # what follows has odd lengths
-                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-                fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~DIRECT)
-            stored = self._read_any(fd, nbytes, key, into)
-        found = xxhash.xxh3_64_intdigest(into)
-        if found != stored.checksum:
-            raise CorruptBlockError(f"the data's checksum is {found:016x}, stored {stored.checksum:016x}")
-        return stored
-
-    def _read_known(
-        self, fd: int, nbytes: int, key: BlockKey, into: memoryview, *, direct: bool
-    ) -> Stored | None:
-        """In one call, header and data: for files just as the template makes them."""
-        template = self._template
-        if nbytes != template.file_nbytes:
-            return None
-        whole = template.data_nbytes // ALIGNMENT * ALIGNMENT
-        rest = template.data_nbytes - whole
-        page, last = _scratch.take(template.header_nbytes)
-        views = [page, into[:whole], last if rest else _EMPTY] if direct else [page, into]
-        wanted = template.file_nbytes if direct else template.header_nbytes + template.data_nbytes
-        got = read_parts(self._files, fd, views)
-        if got != wanted:
-            raise CorruptBlockError(f"the file ends after {got} of {wanted} bytes")
-        if direct and rest:
-            copy_into(into[whole:], last[:rest])
-        found = template.check(bytes(page), key)
-        return None if found is None else Stored(*found)
-
-    def _read_any(self, fd: int, nbytes: int, key: BlockKey, into: memoryview) -> Stored:
         header = read_header(self._files, fd)
         require_identity(header, self._namespace, key)
         if nbytes != header.file_nbytes:
@@ -173,7 +191,13 @@ class BlockReader:
         got = read_parts(self._files, fd, [into], header.header_nbytes)
         if got != len(into):
             raise CorruptBlockError(f"the data ends after {got} of {len(into)} bytes")
+        _require_checksum(xxhash.xxh3_64_intdigest(into), header.checksum)
         return Stored(header.parent, header.position, header.checksum)
+
+
+def _require_checksum(found: int, stored: int) -> None:
+    if found != stored:
+        raise CorruptBlockError(f"the data's checksum is {found:016x}, stored {stored:016x}")
 
 
 def require_identity(header: BlockHeader, namespace: TierNamespace, key: BlockKey) -> None:

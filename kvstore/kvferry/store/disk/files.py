@@ -54,9 +54,13 @@ class Files:
             return False
         return True
 
+    def open_file(self, name: str, folder: int, flags: int = 0) -> int:
+        """Open a file for reading, whatever it is; a link is refused."""
+        return os.open(name, _READ | flags, dir_fd=folder)
+
     def open_read(self, name: str, folder: int, flags: int = 0) -> tuple[int, int]:
         """Open a regular file for reading; returns it and its size. A link or a device there is refused."""
-        fd = os.open(name, _READ | flags, dir_fd=folder)
+        fd = self.open_file(name, folder, flags)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):

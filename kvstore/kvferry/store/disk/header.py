@@ -114,6 +114,7 @@ class HeaderTemplate:
         header_nbytes: Size of every header with its length field; a multiple of 4096.
         data_nbytes: Size of the block.
         file_nbytes: Size of every file: header and data, rounded up to 4096.
+        rest_nbytes: Bytes of the data in its last, partial page; 0 if it has none.
     """
 
     def __init__(self, namespace: TierNamespace) -> None:
@@ -122,6 +123,7 @@ class HeaderTemplate:
         fixed = _fixed_part(namespace)
         self.header_nbytes = _round_up(_TAIL_AT[True] + len(fixed))
         self.file_nbytes = self.header_nbytes + _round_up(self.data_nbytes)
+        self.rest_nbytes = self.data_nbytes % ALIGNMENT
         self._start = _U64.pack(self.header_nbytes - _LENGTH_NBYTES)
         self._tails = tuple(fixed.ljust(self.header_nbytes - _TAIL_AT[has]) for has in (False, True))
 
@@ -167,13 +169,17 @@ _BEFORE_CHECKSUM: Final = b'","xxh3_64":"'
 _PARENT_AT: Final = _LENGTH_NBYTES + len(_BEFORE_KEY) + _HEX_KEY + len(_BEFORE_PARENT)
 
 
+_VARIABLE_PART: Final = b"".join(
+    (
+        _BEFORE_KEY.replace(b"%", b"%%"), b"%b", _BEFORE_PARENT, b"%b", _BEFORE_POSITION,
+        b"%%0%dd" % _POSITION_DIGITS, _BEFORE_CHECKSUM, b"%%0%dx" % _HEX_CHECKSUM, b'",',
+    )
+)  # fmt: skip
+
+
 def _variable_part(parent: BlockKey | None, position: int, checksum: int, key: BlockKey = _ANY_KEY) -> bytes:
     parent_hex = b"" if parent is None else parent.hex().encode()
-    fields = (
-        _BEFORE_KEY, key.hex().encode(), _BEFORE_PARENT, parent_hex, _BEFORE_POSITION,
-        b"%0*d" % (_POSITION_DIGITS, position), _BEFORE_CHECKSUM, b"%016x" % checksum, b'",',
-    )  # fmt: skip
-    return b"".join(fields)
+    return _VARIABLE_PART % (key.hex().encode(), parent_hex, position, checksum)
 
 
 _SHORTEST: Final = _LENGTH_NBYTES + len(_variable_part(None, -1, 0))

@@ -185,24 +185,26 @@ class DiskIndex:
                     loaded.append(entry)
         return loaded
 
-    def begin_read(self, home: NamespaceIndex, key: BlockKey) -> DiskEntry | None:
-        """The entry of ``key``, kept from eviction until :meth:`end_read`."""
+    def begin_reads(self, home: NamespaceIndex, keys: Iterable[BlockKey]) -> list[DiskEntry | None]:
+        """The entry of each key, kept from eviction until :meth:`end_reads`."""
         with self.lock:
-            entry = home.entries.get(key)
-            if entry is not None:
-                self._busy[entry] = self._busy.get(entry, 0) + 1
-            return entry
+            entries = [home.entries.get(key) for key in keys]
+            for entry in entries:
+                if entry is not None:
+                    self._busy[entry] = self._busy.get(entry, 0) + 1
+            return entries
 
-    def end_read(self, entry: DiskEntry) -> None:
-        """The file is no longer being read."""
+    def end_reads(self, entries: Iterable[DiskEntry | None]) -> None:
+        """The files are no longer being read."""
         with self.lock:
-            left = self._busy[entry] - 1
-            if left:
-                self._busy[entry] = left
-                return
-            del self._busy[entry]
-            if self._holds(entry):
-                self._policy.released(entry)
+            for entry in entries:
+                if entry is None:
+                    continue
+                left = self._busy.pop(entry) - 1
+                if left:
+                    self._busy[entry] = left
+                elif self._holds(entry):
+                    self._policy.released(entry)
 
     def learn(self, entry: DiskEntry, parent: BlockKey | None) -> None:
         """The header of ``entry`` was compared; it names this parent."""

@@ -1,10 +1,12 @@
-"""Reading one block of a disk tier: what can go wrong, and what is made of it."""
+"""Reading blocks of a disk tier: what can go wrong, and what is made of it."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Final
 
+from kvferry.core.clock import is_past
 from kvferry.core.errors import CorruptBlockError
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import Stored, is_aligned
@@ -15,7 +17,9 @@ from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.state import DiskState, Home
 from kvferry.store.tier import UNKNOWN_PARENT, BlockRead, ReadOutcome, ReadResult
 
-__all__ = ["read_block"]
+__all__ = ["LATE", "read_blocks"]
+
+LATE: Final = "not begun by the deadline"
 
 # What is wrong with this one file, not with the tier: a bad sector, a link planted in its place, its rights.
 _BAD_FILE: Final = frozenset(
@@ -23,14 +27,85 @@ _BAD_FILE: Final = frozenset(
 )
 
 
-def read_block(state: DiskState, home: Home, block: BlockRead) -> tuple[ReadResult, DiskEntry | None]:
-    """Read one block; also its entry after a hit. Thread safe; raises nothing that the medium does."""
-    entry = state.index.begin_read(home.held, block.key)
-    if entry is None:
-        return ReadResult(ReadOutcome.MISS), None
+def read_blocks(
+    state: DiskState, home: Home, blocks: Sequence[BlockRead], deadline: float
+) -> list[tuple[ReadResult, DiskEntry | None]]:
+    """Read a few blocks, one after another; also the entry of each after a hit.
+
+    In steps over all of them, since what costs most of a small block is Python that was out of the
+    processor's caches while it waited for the device. Thread safe; raises nothing that the medium does.
+    """
+    entries = state.index.begin_reads(home.held, [block.key for block in blocks])
+    try:
+        pages, last = home.reader.scratch(len(blocks))
+        checksums = _fetch(state, home, blocks, entries, pages, last, deadline)
+        results: list[tuple[ReadResult, DiskEntry | None]] = []
+        for block, entry, page, checksum in zip(blocks, entries, pages, checksums, strict=False):
+            if entry is None:
+                results.append((ReadResult(ReadOutcome.MISS), None))
+            else:
+                results.append(_judge(state, home, block, entry, page, checksum))
+    finally:
+        state.index.end_reads(entries)
+    late = len(blocks) - len(results)
+    return results + [(ReadResult(ReadOutcome.FAILED, LATE), None)] * late
+
+
+def _fetch(
+    state: DiskState,
+    home: Home,
+    blocks: Sequence[BlockRead],
+    entries: Sequence[DiskEntry | None],
+    pages: Sequence[memoryview],
+    last: memoryview,
+    deadline: float,
+) -> list[int | None]:
+    """Read all files that are as this release writes them; ``None`` for one that needs another look.
+
+    Returns:
+        Their checksums, fewer than there are blocks if the deadline came.
+    """
+    files, fetch = state.files, home.reader.fetch
+    places = [None if e is None else _place(state, b, e) for b, e in zip(blocks, entries, strict=True)]
+    checksums: list[int | None] = []
+    for block, place, page in zip(blocks, places, pages, strict=True):
+        if is_past(deadline):
+            break
+        checksum = None
+        if place is not None:
+            root, folder, name, flags = place
+            try:
+                fd = files.open_file(name, folder.fd, flags)
+                try:
+                    checksum = fetch(fd, block.into, page, last, direct=bool(flags))
+                finally:
+                    files.close(fd)
+            except OSError as error:
+                if flags and error.errno in NO_DIRECT:
+                    root.direct_read = False
+        checksums.append(checksum)
+    return checksums
+
+
+def _place(state: DiskState, block: BlockRead, entry: DiskEntry) -> tuple[Root, OpenFolder, str, int] | None:
+    """Where a block lies, and the flags to open it with; ``None`` if that is not so simple."""
+    root = state.roots[entry.root]
+    flags = DIRECT if root.direct_read and is_aligned(block.into) else 0
+    try:
+        folder = root.folder(entry.index.tenant, entry.index.namespace_id, block.key)
+    except OSError:
+        return None
+    return root, folder, names.block_name(block.key), flags
+
+
+def _judge(
+    state: DiskState, home: Home, block: BlockRead, entry: DiskEntry, page: memoryview, checksum: int | None
+) -> tuple[ReadResult, DiskEntry | None]:
     root = state.roots[entry.root]
     try:
-        stored = _read_file(state, home, block, root)
+        stored = None if checksum is None else home.reader.check(page, block.key, checksum)
+        if stored is None:
+            stored = _read_file(state, home, block, root)
         _compare_parents(block, entry, stored)
         if not entry.verified:
             state.index.learn(entry, stored.parent)
@@ -38,29 +113,25 @@ def read_block(state: DiskState, home: Home, block: BlockRead) -> tuple[ReadResu
         return _corrupt(state, entry, str(error)), None
     except OSError as error:
         return _failed(state, entry, root, error), None
-    finally:
-        state.index.end_read(entry)
     return ReadResult(ReadOutcome.HIT, "", stored.parent, stored.position), entry
 
 
 def _read_file(state: DiskState, home: Home, block: BlockRead, root: Root) -> Stored:
+    """Read a file that is not as expected, or was not where it was expected, step by step."""
     index, files = home.held, state.files
     name = names.block_name(block.key)
-    direct = root.direct_read and is_aligned(block.into)
     folder: OpenFolder | None
     while True:
         folder = None
         try:
             folder = root.folder(index.tenant, index.namespace_id, block.key)
-            fd, nbytes = files.open_read(name, folder.fd, DIRECT if direct else 0)
+            fd, nbytes = files.open_read(name, folder.fd)
             try:
-                return home.reader.read(fd, nbytes, block.key, block.into, direct=direct)
+                return home.reader.read(fd, nbytes, block.key, block.into)
             finally:
                 files.close(fd)
         except OSError as error:
-            if direct and error.errno in NO_DIRECT:
-                root.direct_read = direct = False
-            elif not (is_gone(error) and folder is not None and root.is_stale(folder)):
+            if not (is_gone(error) and folder is not None and root.is_stale(folder)):
                 raise
 
 

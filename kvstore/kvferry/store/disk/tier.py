@@ -23,7 +23,7 @@ from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.pool import Batch, IoPool
 from kvferry.store.disk.probe import PROBE_NBYTES
 from kvferry.store.disk.problems import Problems
-from kvferry.store.disk.reads import read_block
+from kvferry.store.disk.reads import LATE, read_blocks
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.scan import FoundBlock
 from kvferry.store.disk.state import DiskState, Home
@@ -196,19 +196,21 @@ class DiskTier(Tier):
         results = [ReadResult(ReadOutcome.MISS)] * len(blocks)
         wanted = [number for number, is_held in enumerate(held) if is_held]
 
-        def read(number: int) -> tuple[ReadResult, DiskEntry | None]:
-            if is_past(deadline):
-                return ReadResult(ReadOutcome.FAILED, _LATE), None
-            return read_block(self._state, home, blocks[wanted[number]])
+        share = _share(len(wanted), home.template.file_nbytes, self.options.read_threads)
+
+        def read(number: int) -> list[tuple[ReadResult, DiskEntry | None]]:
+            some = [blocks[n] for n in wanted[number * share : (number + 1) * share]]
+            return read_blocks(self._state, home, some, deadline)
 
         used: list[DiskEntry] = []
-        done = _collect(self._readers.run(len(wanted), read, deadline))
-        for number, found in zip(wanted, done, strict=True):
-            if isinstance(found, _Missing):
-                results[number] = ReadResult(ReadOutcome.FAILED, found.reason, in_flight=found.in_flight)
-            else:
-                results[number], entry = found
-                used += [entry] if entry is not None else []
+        done = _collect(self._readers.run(-(-len(wanted) // share), read, deadline))
+        for at, found in zip(range(0, len(wanted), share), done, strict=True):
+            for n, number in enumerate(wanted[at : at + share]):
+                if isinstance(found, _Missing):
+                    results[number] = ReadResult(ReadOutcome.FAILED, found.reason, in_flight=found.in_flight)
+                else:
+                    results[number], entry = found[n]
+                    used += [entry] if entry is not None else []
         self._state.index.accessed(reversed(used))
         self._state.count(_READ_COUNTERS[result.outcome] for result in results)
         return results
@@ -227,7 +229,7 @@ class DiskTier(Tier):
 
         def write(number: int) -> tuple[WriteResult, DiskEntry | None]:
             if is_past(deadline):
-                return WriteResult(WriteOutcome.FAILED, _LATE), None
+                return WriteResult(WriteOutcome.FAILED, LATE), None
             return self._writes.write(home, blocks[number], deadline)
 
         results: list[WriteResult] = []
@@ -346,7 +348,8 @@ def _in_order(
     return ((used_at, home, key, nbytes) for used_at, key, nbytes in found)
 
 
-_LATE = "not begun by the deadline"
+_SHARE = 8
+_SHARE_NBYTES = 1 << 20
 _READ_COUNTERS = {
     ReadOutcome.HIT: "hits",
     ReadOutcome.MISS: "misses",
@@ -361,6 +364,11 @@ _WRITE_COUNTERS = {
 }
 
 
+def _share(count: int, nbytes: int, threads: int) -> int:
+    """How many of ``count`` files of ``nbytes`` a thread takes at once: none is left without work by that."""
+    return max(1, min(_SHARE, _SHARE_NBYTES // nbytes, count // threads))
+
+
 class _Missing(NamedTuple):
     reason: str
     in_flight: threading.Event | None
@@ -373,7 +381,7 @@ def _collect(batch: Batch[T]) -> list[T | _Missing]:
 
     def missing(number: int) -> _Missing:
         if number not in begun:
-            return _Missing(_LATE, None)
+            return _Missing(LATE, None)
         if settled:
             return _Missing("an internal error; see the log", None)
         return _Missing("not done by the deadline; the device may hang", batch.settled)
