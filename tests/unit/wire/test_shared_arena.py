@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.arena import Arena
+from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import (
     AuthError,
@@ -309,6 +310,7 @@ def test_an_owner_that_makes_no_sense(pair: Any, spawn: Any, answer: ArenaSegmen
 _CHILD = """
 import sys, threading
 from kvferry.core.arena import Arena
+from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.clock import deadline_in
 from kvferry.wire import SHARED_ARENA, ArenaOffer, ChannelOptions, ChannelServer
 arena = Arena(1 << 20, tenant="t", segment_nbytes=1 << 16)
