@@ -8,7 +8,6 @@ import pytest
 
 from kvferry.core.chains import Block
 from kvferry.core.memory import DRAM
-from kvferry.core.pool import Fill
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.level import LevelOptions
 from kvferry.store.policies import LRUPolicy, OnEvict, WriteBack, WriteThrough
@@ -22,8 +21,8 @@ class SettledStore(TieredStore):
     """Waits for its writers at each save: a block that is being copied is not evicted, so that the order
     of eviction would depend on time."""
 
-    def _stored(self, blocks: Sequence[Block], fill: Fill | None) -> None:
-        super()._stored(blocks, fill)
+    def _stored(self, blocks: Sequence[Block], deadline: float) -> None:
+        super()._stored(blocks, deadline)
 
         while not all(writer.idle for writer in self._at_commit):
             assert self._cond.wait(10)

@@ -52,3 +52,26 @@ def test_against_a_model(steps: list[tuple[bool, int, int]]) -> None:
     for start in list(used):
         allocator.free(start)
     assert allocator.runs() == [(0, PAGES)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS, st.lists(st.integers(min_value=1, max_value=6), min_size=80, max_size=80))
+def test_many_at_once_are_those_of_single_calls(
+    steps: list[tuple[bool, int, int]], counts: list[int]
+) -> None:
+    many, single = PageAllocator(PAGES), PageAllocator(PAGES)
+    used: list[int] = []
+    for (allocate, length, choice), count in zip(steps, counts, strict=False):
+        if allocate:
+            starts = many.allocate_many(count, length)
+            assert starts == [single.allocate(length) for _ in starts]
+            if len(starts) < count:
+                gap = many.allocate_many(1, length)
+                assert gap == [s for s in [single.allocate(length)] if s is not None]
+                starts += gap
+            used += starts
+        elif used:
+            start = used.pop(choice % len(used))
+            assert many.free(start) == single.free(start)
+        assert many.runs() == single.runs()
+        assert many.free_pages == single.free_pages

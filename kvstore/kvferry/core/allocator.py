@@ -49,18 +49,39 @@ class PageAllocator:
         Raises:
             ValueError: If ``pages`` is less than 1.
         """
+        starts = self.allocate_many(1, pages)
+        return starts[0] if starts else None
+
+    def allocate_many(self, count: int, pages: int) -> list[int]:
+        """First pages of up to ``count`` runs of ``pages`` pages, side by side; none if no free run has one.
+
+        They are the runs that as many single calls would give, up to the end of the first free run: what is
+        left of the best fit fits better than any other.
+
+        Raises:
+            ValueError: If ``pages`` is less than 1.
+        """
         if pages < 1:
             raise ValueError(f"a run of {pages} pages")
         at = bisect_left(self._by_size, (pages, -1))
         if at == len(self._by_size):
-            return None
+            return []
         length, start = self._by_size.pop(at)
-        del self._free[start], self._stops[start + length]
-        if length > pages:
-            self._insert(start + pages, length - pages)
-        self._used[start] = pages
-        self.free_pages -= pages
-        return start
+        stop = start + length
+        taken = min(count, length // pages) * pages
+        del self._free[start]
+        if length > taken:
+            rest = start + taken
+            self._free[rest] = length - taken
+            self._stops[stop] = rest
+            insort(self._by_size, (length - taken, rest), 0, at)
+        else:
+            del self._stops[stop]
+        starts = list(range(start, start + taken, pages))
+        for first in starts:
+            self._used[first] = pages
+        self.free_pages -= taken
+        return starts
 
     def free(self, start: int) -> int:
         """Take a run back; returns its pages.

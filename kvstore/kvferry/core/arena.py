@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.core.allocator import PageAllocator
-from kvferry.core.buffers import PAGE_NBYTES
+from kvferry.core.buffers import PAGE_NBYTES, write_into
 from kvferry.core.errors import CapacityError, ConfigError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.segments import MappedSegment, Segment, SegmentInfo, Slot, pages_of
@@ -136,23 +135,61 @@ class Arena:
             CapacityError: If it could never fit.
             StoreError: If the arena is closed.
         """
+        slots = self.allocate_many(1, nbytes)
+        return slots[0] if slots else None
+
+    def allocate_many(self, count: int, nbytes: int) -> list[Slot] | None:
+        """As many slots of ``nbytes`` bytes each, or ``None`` with nothing taken if there is no room for all.
+
+        Raises:
+            CapacityError: If one of them could never fit.
+            StoreError: If the arena is closed.
+        """
         if nbytes < 0:
             raise ValueError(f"a slot of {nbytes} bytes")
         pages = pages_of(nbytes)
-        if pages * PAGE_NBYTES > self.capacity_nbytes:
+        if count and pages * PAGE_NBYTES > self.capacity_nbytes:
             raise CapacityError(
                 f"a block of {nbytes} bytes never fits an arena of {self.capacity_nbytes} bytes; "
                 "raise the capacity"
             )
+        slots: list[Slot] = []
+        number = 0
         with self._lock:
             if self._closed:
                 raise StoreError("the arena is closed")
-            for segment, allocator in zip(self._segments, self._allocators, strict=True):
-                if allocator.largest_run >= pages:
-                    return self._take(segment, allocator, pages, nbytes)
-            if not self._grow(pages):
-                return None
-            return self._take(self._segments[-1], self._allocators[-1], pages, nbytes)
+            while len(slots) < count:
+                if number == len(self._segments) and not self._grow(pages):
+                    for slot in slots:  # nobody saw them: their generations stay
+                        self._put_back(slot)
+                    return None
+                starts = self._allocators[number].allocate_many(count - len(slots), pages)
+                if starts:
+                    slots += self._segments[number].slots(starts, nbytes)
+                    self._used_pages += pages * len(starts)
+                else:
+                    number += 1
+        return slots
+
+    def write(self, slots: Sequence[Slot], sources: Iterable[memoryview]) -> None:
+        """Copy the bytes of one block into each slot, with the GIL released and no lock held.
+
+        Args:
+            slots: Slots that are the caller's to write.
+            sources: As many flat views of bytes, each as long as its slot says.
+
+        Raises:
+            StoreError: If the arena is closed.
+            ValueError: If sizes differ; what came before is copied.
+        """
+        segments = self._segments
+        for slot, source in zip(slots, sources, strict=True):
+            array = segments[slot.segment].array
+            if array is None:
+                raise StoreError("the arena is closed")
+            if len(source) != slot.nbytes:
+                raise ValueError(f"copy of {len(source)} bytes into {slot}")
+            write_into(array, slot.offset, source)
 
     def free(self, slot: Slot) -> None:
         """Take a slot back; its generation is raised first.
@@ -168,7 +205,7 @@ class Arena:
             if segment.generation(slot.offset) != slot.generation or allocator.length(start) is None:
                 raise StoreError(f"{slot} is not in use; it was freed already")
             segment.raise_generation(slot.offset)
-            self._used_pages -= allocator.free(start)
+            self._put_back(slot)
 
     def view(self, slot: Slot) -> memoryview:
         """The writable bytes of ``slot``; they stay mapped as long as a view lives, also after ``close``."""
@@ -196,43 +233,6 @@ class Arena:
         with self._lock:
             return [(s.data_fd, s.generations_fd) for s in self._segments]
 
-    @property
-    def shared(self) -> bool:
-        """Whether others may map the data writable; see :class:`Segment`."""
-        return self._shared
-
-    @property
-    def segment_count(self) -> int:
-        """How many segments there are now."""
-        return len(self._segments)
-
-    def export(self, first: int = 0, most: int | None = None) -> tuple[ArenaLayout, list[int]]:
-        """Segments to be passed on: at most ``most`` from number ``first`` on, as the caller's own copies.
-
-        Returns:
-            Their layout, and two descriptors a segment (data, generations), which the caller closes.
-
-        Raises:
-            StoreError: If the arena is closed, or this process may open no more files.
-        """
-        fds: list[int] = []
-        with self._lock:
-            if self._closed:
-                raise StoreError("the arena is closed")
-            segments = self._segments[first : None if most is None else first + most]
-            try:
-                for segment in segments:
-                    fds += [os.dup(segment.data_fd)]
-                    fds += [os.dup(segment.generations_fd)]
-            except OSError as error:
-                for fd in fds:
-                    os.close(fd)
-                raise StoreError(
-                    f"the descriptors of {len(segments)} segments cannot be copied: {error.strerror}; "
-                    "allow more open files (ulimit -n)"
-                ) from error
-            return ArenaLayout(self.tenant, self.epoch, tuple(s.info for s in segments)), fds
-
     def close(self) -> None:
         """Close all segments; the memory goes with the last view. A second call does nothing."""
         with self._lock:
@@ -240,12 +240,8 @@ class Arena:
             for segment in self._segments:
                 segment.close()
 
-    def _take(self, segment: Segment, allocator: PageAllocator, pages: int, nbytes: int) -> Slot:
-        start = allocator.allocate(pages)
-        assert start is not None  # the caller looked at the longest run under the same lock
-        self._used_pages += pages
-        offset = start * PAGE_NBYTES
-        return Slot(segment.info.segment, offset, nbytes, segment.generation(offset))
+    def _put_back(self, slot: Slot) -> None:
+        self._used_pages -= self._allocators[slot.segment].free(slot.offset // PAGE_NBYTES)
 
     def _find(self, slot: Slot) -> tuple[Segment, PageAllocator]:
         if not 0 <= slot.segment < len(self._segments):
@@ -329,19 +325,6 @@ class ArenaMap:
                 f"segment {info.segment} is tenant {info.tenant}'s, this map is {self.tenant}'s"
             )
         self._segments[info.segment] = MappedSegment(info, data_fd, generations_fd, writable=writable)
-
-    @property
-    def segments(self) -> int:
-        """How many segments are mapped."""
-        return len(self._segments)
-
-    @property
-    def mapped_nbytes(self) -> int:
-        """Bytes of all segments that are mapped."""
-        return sum(segment.info.nbytes for segment in self._segments.values())
-
-    def __contains__(self, slot: Slot) -> bool:
-        return slot.segment in self._segments
 
     def view(self, slot: Slot) -> memoryview:
         """The bytes of ``slot``; tentative until :meth:`is_current` was true after the last read."""

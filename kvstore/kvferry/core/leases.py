@@ -358,7 +358,7 @@ class LeaseTable(Generic[_LeaseT]):
         session_id = lease.session.session_id
         self._leases[lease.lease_id] = lease
         self._by_session.setdefault(session_id, {})[lease.lease_id] = lease
-        self._nbytes[session_id] = self._nbytes.get(session_id, 0) + lease.slot_nbytes
+        self.charge(session_id, lease.slot_nbytes)
         heapq.heappush(self._deadlines, (lease.expires_at, lease.lease_id))
 
     def get(self, lease_id: str) -> _LeaseT | None:
@@ -372,17 +372,25 @@ class LeaseTable(Generic[_LeaseT]):
         session_id = lease.session.session_id
         mine = self._by_session[session_id]
         del mine[lease.lease_id]
-        self._nbytes[session_id] -= lease.slot_nbytes
+        self.charge(session_id, -lease.slot_nbytes)
         if not mine:
-            del self._by_session[session_id], self._nbytes[session_id]
+            del self._by_session[session_id]
         if len(self._deadlines) > 2 * len(self._leases) + 64:
             self._deadlines = [d for d in self._deadlines if d[1] in self._leases]
             heapq.heapify(self._deadlines)
         return True
 
     def session_nbytes(self, session: Session) -> int:
-        """Bytes that the leases of ``session`` hold."""
+        """Bytes that ``session`` holds: those of its leases, and what it was charged beside."""
         return self._nbytes.get(session.session_id, 0)
+
+    def charge(self, session_id: str, nbytes: int) -> None:
+        """Count bytes that a session holds, or with a negative number holds no more."""
+        left = self._nbytes.get(session_id, 0) + nbytes
+        if left:
+            self._nbytes[session_id] = left
+        else:
+            self._nbytes.pop(session_id, None)
 
     def due(self, now: float) -> list[_LeaseT]:
         """Active leases whose deadline is not after ``now``; each is named once."""

@@ -18,6 +18,7 @@ from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.pool import BlockPool, Fill
 from kvferry.core.segments import Slot
+from kvferry.core.session_store import SessionStore
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.core.tenants import check_tenant
@@ -193,7 +194,7 @@ class MemoryStore:
             fill = self._pool.fill(lease)
             stored = self._pool.commit(lease)
             self._cond.notify_all()
-            self._stored(stored, fill)
+            self._stored(stored, 0.0 if fill is None else fill.deadline)
             return len(stored)
 
     def publish_write(self, lease: SlotWriteLease) -> tuple[int, SlotReadLease]:
@@ -203,7 +204,7 @@ class MemoryStore:
             fill = self._pool.fill(lease)
             stored, read = self._pool.publish(lease, time.monotonic() + self.lease_s)
             self._cond.notify_all()
-            self._stored(stored, fill)
+            self._stored(stored, 0.0 if fill is None else fill.deadline)
             return len(stored), read
 
     def _require_publishable(self, lease: SlotWriteLease) -> None:
@@ -273,51 +274,81 @@ class MemoryStore:
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, deadline: float
     ) -> SlotWriteLease:
         parents = dict(zip(keys, [parent, *keys], strict=False))
-        below = self._below(namespace, list(parents))
+        below = self._below(namespace, parents)
         with self._cond:
-            while True:
-                now = self._begin(namespace.session, processes=True)
-                index = self._pool.indexes.get(namespace.namespace_id)
-                stored = {} if index is None else index.entries
-                missing = [k for k in parents if k not in stored and k not in below]
-                shortage = self._quota_shortage(namespace, len(missing))
-                if shortage is None:
-                    lease = self._try_reserve(namespace, parents, missing, now, deadline)
-                    if lease is not None:
-                        return lease
-                    shortage = self._room_shortage(namespace, parents, len(missing))
-                message, may_end = shortage
-                if not may_end or now >= deadline:
-                    raise CapacityError(message)
-                self._wait_for_room(now, deadline)
+            missing, slots, now = self._take_slots(namespace, parents, below, deadline)
+            fill = Fill(namespace.namespace_id, tuple([parents[k] for k in missing]), deadline)
+            return self._pool.open_write(
+                namespace.session, namespace.spec, fill, missing, slots, now + self.lease_s
+            )
+
+    def _save(
+        self,
+        namespace: MemoryNamespace,
+        sources: dict[BlockKey, memoryview],
+        parents: dict[BlockKey, BlockKey | None],
+        deadline: float,
+    ) -> int:
+        """Slots, copy, publish. Without a lease: nobody learns of the slots before their blocks are whole."""
+        session, pool, nbytes = namespace.session, self._pool, namespace.slot_nbytes
+        below = self._below(namespace, parents)
+        with self._lock:
+            missing, slots, _ = self._take_slots(namespace, parents, below, deadline)
+            if not missing:
+                return 0
+            pool.begin_save(session, len(slots) * nbytes)
+        try:
+            self.arena.write(slots, [sources[key] for key in missing])
+        except BaseException:
+            self._cancel_save(namespace, slots)
+            raise
+        with self._lock:
+            if not (self._closed or session.ended):
+                above = [parents[key] for key in missing]
+                stored = pool.finish_save(session, namespace.namespace_id, nbytes, missing, above, slots)
+                self._cond.notify_all()
+                self._stored(stored, deadline)
+                return len(stored)
+        self._cancel_save(namespace, slots)
+        raise LeaseExpiredError(f"session {session.name} or the store has ended; nothing of the save is kept")
+
+    def _cancel_save(self, namespace: MemoryNamespace, slots: Sequence[Slot]) -> None:
+        with self._lock:
+            self._pool.cancel_save(namespace.session, len(slots) * namespace.slot_nbytes, slots)
+            self._cond.notify_all()
+
+    def _take_slots(
+        self,
+        namespace: MemoryNamespace,
+        parents: dict[BlockKey, BlockKey | None],
+        below: Collection[BlockKey],
+        deadline: float,
+    ) -> tuple[list[BlockKey], list[Slot], float]:
+        """Keys that are not stored, a slot for each, and the time; gives the lock up while it waits."""
+        pool, ns, nbytes = self._pool, namespace.namespace_id, namespace.slot_nbytes
+        while True:
+            now = self._begin(namespace.session, processes=True)
+            index = pool.indexes.get(ns)
+            stored = {} if index is None else index.entries
+            missing = [k for k in parents if k not in stored and k not in below]
+            shortage = self._quota_shortage(namespace, len(missing))
+            if shortage is None:
+                slots = pool.allocate(
+                    len(missing), namespace.block_nbytes, nbytes, lambda: self._extended_chain(ns, parents)
+                )
+                if slots is not None:
+                    if len(missing) < len(parents):
+                        pool.touch([b for k in parents if (b := pool.get(ns, k)) is not None])
+                    return missing, slots, now
+                shortage = self._room_shortage(namespace, parents, len(missing))
+            message, may_end = shortage
+            if not may_end or now >= deadline:
+                raise CapacityError(message)
+            self._wait_for_room(now, deadline)
 
     def _wait_for_room(self, now: float, deadline: float) -> None:
         change = self._pool.next_change(now)
         self._cond.wait(max(0.0, min(deadline, deadline if change is None else change) - now))
-
-    def _try_reserve(
-        self,
-        namespace: MemoryNamespace,
-        parents: dict[BlockKey, BlockKey | None],
-        missing: Sequence[BlockKey],
-        now: float,
-        deadline: float,
-    ) -> SlotWriteLease | None:
-        ns = namespace.namespace_id
-        slots = self._pool.allocate(
-            len(missing),
-            namespace.spec.block_nbytes,
-            namespace.slot_nbytes,
-            lambda: self._extended_chain(ns, parents),
-        )
-        if slots is None:
-            return None
-        stored = [b for k in parents if (b := self._pool.get(ns, k)) is not None]
-        self._pool.touch(stored)
-        fill = Fill(ns, tuple(parents[k] for k in missing), deadline)
-        return self._pool.open_write(
-            namespace.session, namespace.spec, fill, missing, slots, now + self.lease_s
-        )
 
     def _extended_chain(self, ns: bytes, parents: dict[BlockKey, BlockKey | None]) -> set[Block]:
         """Stored blocks of the chain that a reservation extends, up to its head."""
@@ -403,12 +434,12 @@ class MemoryStore:
     def _namespace(self, session: Session, spec: KVSpec, scope: KeyScope) -> MemoryNamespace:
         return MemoryNamespace(self, session, spec, scope)
 
-    def _below(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Collection[BlockKey]:  # noqa: ARG002
+    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> Collection[BlockKey]:  # noqa: ARG002
         """Those of ``keys`` that a slower tier holds, so that they need not be saved; without the lock."""
         return ()
 
-    def _stored(self, blocks: Sequence[Block], fill: Fill | None) -> None:
-        """New blocks were saved; under the lock, which it may give up while it waits."""
+    def _stored(self, blocks: Sequence[Block], deadline: float) -> None:
+        """New blocks were saved; under the lock, which it may give up while it waits until ``deadline``."""
 
     # ---- under the lock ----------------------------------------------------------------------
 
@@ -450,35 +481,3 @@ class MemoryStore:
             if not self._closed:
                 self._sweep(processes=True)
                 self._cond.notify_all()
-
-
-class SessionStore:
-    """A :class:`MemoryStore` as one session sees it: the same blocks, its own leases. Thread safe."""
-
-    def __init__(self, store: MemoryStore, session: Session) -> None:
-        self.store = store
-        self.session = session
-
-    def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> MemoryNamespace:
-        """The namespace of ``spec`` and ``scope``, with leases that belong to the session."""
-        return self.store._namespace(self.session, spec, scope)
-
-    def find_lease(self, lease_id: str) -> SlotLease | None:
-        """The lease of that id, if it holds blocks for this session."""
-        return self.store.find_lease(lease_id, self.session)
-
-    def poll(self) -> list[Completion]:
-        """See :meth:`MemoryStore.poll`."""
-        return self.store.poll()
-
-    def flush(self, *, deadline: float) -> bool:
-        """See :meth:`MemoryStore.flush`."""
-        return self.store.flush(deadline=deadline)
-
-    def stats(self) -> Stats:
-        """Figures of the whole store."""
-        return self.store.stats()
-
-    def close(self) -> None:
-        """End the session and with it its leases; the store and its blocks stay."""
-        self.session.end()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core import keys as _keys
 from kvferry.core.blockstore import Hit
-from kvferry.core.buffers import Buf, as_bytes_view, copy_into
+from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens
 from kvferry.core.leases import SlotReadLease, SlotWriteLease
@@ -37,6 +37,7 @@ class MemoryNamespace:
         self.spec = spec
         self.scope = scope
         self.namespace_id = namespace_id(spec, scope)
+        self.block_nbytes = spec.block_nbytes
         self.slot_nbytes = Slot(0, 0, spec.block_nbytes, 0).slot_nbytes
 
     def keys(self, tokens: Tokens, *, media: Sequence[Media] = ()) -> list[BlockKey]:
@@ -77,22 +78,31 @@ class MemoryNamespace:
     ) -> int:
         """Reserve, copy and commit; returns the blocks newly stored.
 
+        Nobody sees a block before all of them are copied, and an error leaves none behind.
+
         Raises:
             CapacityError: As :meth:`reserve`.
             ConfigError: If a buffer is not ``spec.block_nbytes`` long; nothing is stored.
-            LeaseExpiredError: If the copy took longer than a lease lasts; nothing is stored.
+            LeaseExpiredError: If the session or the store ended meanwhile; nothing is stored.
         """
-        sources = {key: as_bytes_view(buf) for key, buf in reversed(blocks)}
-        for key, source in sources.items():
-            if len(source) != self.spec.block_nbytes:
+        sources: dict[BlockKey, memoryview] = {}
+        parents: dict[BlockKey, BlockKey | None] = {}
+        above = parent
+        for key, buf in blocks:
+            source = as_bytes_view(buf)
+            if len(source) != self.block_nbytes:
                 raise ConfigError(
                     f"block {key[:8].hex()}… has {len(source)} bytes, a block of this spec has "
-                    f"{self.spec.block_nbytes}"
+                    f"{self.block_nbytes}"
                 )
-        with self.reserve([key for key, _ in blocks], parent=parent, deadline=deadline) as lease:
-            for index, key in enumerate(lease.keys):
-                copy_into(lease.view(index), sources[key])
-            return lease.commit()
+            if key not in sources:
+                sources[key] = source
+            parents[key] = above
+            above = key
+        _require_keys(sources)
+        if parent is not None:
+            _require_keys((parent,))
+        return self._store._save(self, sources, parents, deadline)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """Bring blocks up from slower tiers in the background, if there are any."""

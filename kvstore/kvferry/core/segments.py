@@ -9,9 +9,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.core.buffers import PAGE_NBYTES
+import numpy as np
+
+from kvferry.core.buffers import PAGE_NBYTES, ByteArray
 from kvferry.core.errors import ProtocolError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
 
@@ -26,10 +29,10 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 def pages_of(nbytes: int) -> int:
     """Pages that ``nbytes`` bytes take; at least one, so that every slot has an address."""
-    return max(1, -(-nbytes // PAGE_NBYTES))
+    return -(-nbytes // PAGE_NBYTES) or 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # never changed; frozen would take four times as long to make
 class Slot:
     """Address of the bytes of one block: plain numbers, valid in every process that maps the segment.
 
@@ -126,11 +129,14 @@ class Segment(_Views):
         shared: Others may map the data writable; with ``False`` it is sealed like the generations.
         placement: Where its data comes from; ``nbytes`` is a multiple of its granule.
 
+    Attributes:
+        array: All its bytes, for the owner to copy into; ``None`` once it is closed.
+
     Raises:
         OSError: If the kernel has no memory or no descriptor left.
     """
 
-    __slots__ = ("data_fd", "generations_fd")
+    __slots__ = ("array", "data_fd", "generations_fd")
 
     def __init__(
         self, segment: int, nbytes: int, tenant: str, *, shared: bool = True, placement: Placement = ANYWHERE
@@ -150,6 +156,12 @@ class Segment(_Views):
             self._close_descriptors()
             raise
         super().__init__(SegmentInfo(segment, nbytes, tenant), memoryview(data), memoryview(table).cast("Q"))
+        self.array: ByteArray | None = np.frombuffer(data, np.uint8)
+
+    def slots(self, pages: Iterable[int], nbytes: int) -> list[Slot]:
+        """Slots of ``nbytes`` bytes that start on these pages, under their present generations."""
+        number, generations = self.info.segment, self._generations
+        return [Slot(number, page * PAGE_NBYTES, nbytes, generations[page]) for page in pages]
 
     def raise_generation(self, offset: int) -> None:
         """Count the page at ``offset`` up, so that whoever still reads there finds out.
@@ -161,7 +173,7 @@ class Segment(_Views):
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last view. A second call does nothing."""
-        self._data = None
+        self._data = self.array = None
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:

@@ -19,7 +19,7 @@ from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory import DRAM, MemoryStore
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.placement import ANYWHERE, Placement
-from kvferry.core.pool import Fill, Leave
+from kvferry.core.pool import Leave
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.store.fetch import Fetcher
@@ -266,8 +266,8 @@ class TieredStore(MemoryStore):
             missing = [key for key, is_held in zip(missing, held, strict=True) if not is_held]
         return found
 
-    def _below(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Collection[BlockKey]:
-        return self._locate(namespace, keys) if self.levels else ()
+    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> Collection[BlockKey]:
+        return self._locate(namespace, list(keys)) if self.levels else ()
 
     def _load(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float) -> SlotReadLease:
         with self._cond:
@@ -364,16 +364,14 @@ class TieredStore(MemoryStore):
 
     # ---- the way down; under the lock ------------------------------------------------------------
 
-    def _stored(self, blocks: Sequence[Block], fill: Fill | None) -> None:
+    def _stored(self, blocks: Sequence[Block], deadline: float) -> None:
         """Blocks were saved: queue them for the tiers that get them at once."""
         if self._room is not None:
             self._room.look()
-        if fill is None:
-            return
         for writer in self._at_commit:
             options, late = writer.level.options, list[Block]()
             for block in blocks:
-                if not options.admission.admit(fill.namespace_id, block.key):
+                if not options.admission.admit(block.index.namespace_id, block.key):
                     continue
                 if not late and self._put(writer, block):
                     continue
@@ -383,7 +381,7 @@ class TieredStore(MemoryStore):
                 else:
                     writer.drop(1, block.nbytes)
             for block in late:
-                self._put_late(writer, block, fill.deadline)
+                self._put_late(writer, block, deadline)
 
     def _put(self, writer: TierWriter, block: Block) -> bool:
         if not writer.level.writes.ready or not writer.has_place(block.nbytes):

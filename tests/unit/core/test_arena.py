@@ -310,3 +310,30 @@ def test_threads_share_an_arena() -> None:
     assert not failures
     assert arena.used_nbytes == 0
     arena.close()
+
+
+def test_many_slots_come_all_or_none() -> None:
+    arena = Arena(8 * PAGE, segment_nbytes=4 * PAGE)
+    slots = arena.allocate_many(5, PAGE)
+    assert slots is not None
+    assert len({(slot.segment, slot.offset) for slot in slots}) == 5
+    arena.write(slots, [memoryview(bytes([n]) * PAGE) for n in range(5)])
+    assert [bytes(arena.view(slot)[:1])[0] for slot in slots] == list(range(5))
+    assert arena.allocate_many(4, PAGE) is None
+    assert arena.free_nbytes == 3 * PAGE
+    assert arena.allocate_many(0, 100 * PAGE) == []
+    with pytest.raises(CapacityError):
+        arena.allocate_many(1, 9 * PAGE)
+    with pytest.raises(ValueError, match="copy of 1 bytes"):
+        arena.write(slots[:1], [memoryview(b"x")])
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        arena.write(slots, [])
+    for slot in slots:
+        arena.free(slot)
+    whole = arena.allocate_many(2, 4 * PAGE)
+    assert whole is not None
+    arena.close()
+    with pytest.raises(StoreError, match="closed"):
+        arena.write(whole, [memoryview(bytes(4 * PAGE))] * 2)
+    with pytest.raises(StoreError, match="closed"):
+        arena.allocate_many(1, PAGE)

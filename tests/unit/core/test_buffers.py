@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from kvferry.core import clock
-from kvferry.core.buffers import PAGE_NBYTES, as_bytes_view, copy_into, page_aligned, total_nbytes
+from kvferry.core.buffers import (
+    PAGE_NBYTES,
+    _rows,
+    as_bytes_view,
+    copy_into,
+    page_aligned,
+    total_nbytes,
+    write_into,
+)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE_NBYTES, PAGE_NBYTES + 1])
@@ -57,3 +65,30 @@ def test_deadlines() -> None:
     assert clock.earliest(None, deadline, past) == past
     with pytest.raises(ValueError, match="needs a deadline"):
         clock.earliest(None)
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 77, 40 << 20]
+)
+def test_copies_of_any_size_are_whole_and_stay_inside(nbytes: int) -> None:
+    target = page_aligned(nbytes + 8192)
+    array = np.frombuffer(target, np.uint8)
+    array[:] = 0xAB
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    write_into(array, 4096, as_bytes_view(source))
+    assert np.array_equal(array[4096 : 4096 + nbytes], source)
+    assert bytes(target[:4096]) == b"\xab" * 4096
+    assert bytes(target[4096 + nbytes :]) == b"\xab" * 4096
+    array[:] = 0
+    copy_into(target[4096 : 4096 + nbytes], source)
+    assert np.array_equal(array[4096 : 4096 + nbytes], source)
+
+
+def test_rows_cover_all_bytes_and_little_twice() -> None:
+    for nbytes in [1 << 20, (1 << 20) + 1, (5 << 20) + 4096, 32 << 20, 33554431, 1 << 30]:
+        (count, row), (step, one) = _rows(nbytes)
+        assert (count - 1) * step + row == nbytes
+        assert one == 1
+        assert step < row, "rows that just meet are joined"
+        assert step % 64 == 0
+        assert count * row < 1.01 * nbytes

@@ -1,0 +1,272 @@
+"""The stored blocks of one arena: index, holds, pins, and room by eviction.
+
+Nothing here waits and nothing is thread safe: the store's lock is held around every call, and the arena's
+own lock is taken inside it.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+
+from kvferry.core.arena import Arena
+from kvferry.core.chains import Block, ChainIndex
+from kvferry.core.errors import StoreError
+from kvferry.core.eviction import Entry, EvictionPolicy
+from kvferry.core.keys import BlockKey
+from kvferry.core.segments import Slot
+
+__all__ = ["BlockTable", "Leave"]
+
+
+class Leave(enum.Enum):
+    """Whether a block may be evicted."""
+
+    NOW = "now"
+    COPIED_FIRST = "copied first"
+    """It is being copied to a slower tier: whoever says so called :meth:`BlockTable.leave`."""
+    NOT_YET = "not yet"
+    """It must be copied, but the queue has no place: nothing is evicted until some copy is made."""
+
+
+class BlockTable:
+    """Blocks in ``arena`` by namespace and key; what goes first is the policy's to say.
+
+    Attributes:
+        held_nbytes: Stored blocks under a read lease or pin, or being copied.
+        forgotten_nbytes: Removed blocks that somebody still holds.
+        stored_nbytes: All stored blocks. All three count whole slots.
+        leaving_nbytes: Stored blocks that go as soon as a copy of them is made; part of ``held_nbytes``.
+        may_leave: Asked before a block is evicted; see :class:`Leave`.
+    """
+
+    def __init__(self, arena: Arena, policy: EvictionPolicy) -> None:
+        self.arena = arena
+        self.indexes: dict[bytes, ChainIndex[Block]] = {}
+        self.policy = policy
+        self.entries = 0
+        self.held_nbytes = 0
+        self.forgotten_nbytes = 0
+        self.stored_nbytes = 0
+        self.leaving_nbytes = 0
+        self.saved_blocks = 0
+        self.evicted_blocks = 0
+        self.may_leave: Callable[[Block], Leave] | None = None
+        self._leaving: Counter[Block] = Counter()
+        self._pins: list[tuple[float, int, Block]] = []
+        self._pinned_until: dict[Block, float] = {}
+        self._numbers = itertools.count()
+
+    # ---- blocks ------------------------------------------------------------------------------
+
+    def get(self, namespace_id: bytes, key: BlockKey) -> Block | None:
+        """The stored block of that key."""
+        index = self.indexes.get(namespace_id)
+        return None if index is None else index.entries.get(key)
+
+    def prefix(self, namespace_id: bytes, keys: Iterable[BlockKey]) -> list[Block]:
+        """The longest stored prefix of ``keys``."""
+        index = self.indexes.get(namespace_id)
+        found: list[Block] = []
+        if index is None:
+            return found
+        get = index.entries.get
+        for key in keys:
+            block = get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def touch(self, head_to_tail: Sequence[Block]) -> None:
+        """Count the blocks as used now."""
+        self.policy.accessed(reversed(head_to_tail))
+
+    def add(self, block: Block) -> None:
+        """Store a block whose key is not stored, as used now; tails come before their parents."""
+        block.index.add(block)
+        block.stored = True
+        self.entries += 1
+        self.stored_nbytes += block.nbytes
+        if block.holds:
+            self.held_nbytes += block.nbytes
+            self.forgotten_nbytes -= block.nbytes
+        self.policy.inserted(block)
+
+    def publish_all(
+        self, namespace_id: bytes, slot_nbytes: int, keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey | None], slots: Sequence[Slot],
+    ) -> list[Block]:  # fmt: skip
+        """Store blocks whose slots are filled, given from head to tail.
+
+        Returns:
+            A block for each; ``stored`` says which are new. Of the others somebody was faster, and equal keys
+            name equal bytes; their slots are the caller's.
+        """
+        index = self.index(namespace_id, slot_nbytes)
+        blocks = [Block(index, *block) for block in zip(keys, parents, slots, strict=True)]
+        for block in reversed(blocks):
+            if block.key not in index.entries:
+                self.add(block)
+                self.saved_blocks += 1
+        return blocks
+
+    def index(self, namespace_id: bytes, slot_nbytes: int) -> ChainIndex[Block]:
+        """The index of a namespace, made if there is none."""
+        found = self.indexes.get(namespace_id)
+        if found is None:
+            found = self.indexes[namespace_id] = ChainIndex(namespace_id, slot_nbytes)
+        return found
+
+    def forget(self, block: Block) -> None:
+        """Take a stored block out of the index; its slot is used again when nobody holds it."""
+        self.unpin(block)
+        nbytes = block.nbytes
+        index = block.index
+        if block in self._leaving:
+            index.attach(block)
+        tail = index.discard(block)
+        block.stored = False
+        self.policy.removed(block)
+        if tail is not None:
+            self.policy.released(tail)
+        if not index.entries:
+            del self.indexes[index.namespace_id]
+        self.entries -= 1
+        self.stored_nbytes -= nbytes
+        if block.holds:
+            self.held_nbytes -= nbytes
+            self.forgotten_nbytes += nbytes
+        else:
+            self.arena.free(block.slot)
+
+    def hold(self, block: Block) -> None:
+        """Keep a block's bytes in place until :meth:`drop`."""
+        block.holds += 1
+        if block.holds == 1 and block.stored:
+            self.held_nbytes += block.nbytes
+        elif block.holds == 1:
+            self.forgotten_nbytes += block.nbytes
+
+    def drop(self, block: Block) -> None:
+        """End one :meth:`hold`."""
+        if block.holds < 1:
+            raise StoreError(f"block {block.key[:8].hex()}… of {block.slot} is dropped more than it was held")
+        block.holds -= 1
+        if block.holds:
+            return
+        if block.stored:
+            self.held_nbytes -= block.nbytes
+            self.policy.released(block)
+        else:
+            self.forgotten_nbytes -= block.nbytes
+            self.arena.free(block.slot)
+
+    # ---- pins --------------------------------------------------------------------------------
+
+    def pin(self, block: Block, until: float) -> None:
+        """Hold a stored block at least until ``until``."""
+        before = self._pinned_until.get(block)
+        if before is None:
+            self.hold(block)
+            heapq.heappush(self._pins, (until, next(self._numbers), block))
+        self._pinned_until[block] = until if before is None else max(before, until)
+
+    def unpin(self, block: Block) -> None:
+        """End the pin of a block, if it has one."""
+        if self._pinned_until and self._pinned_until.pop(block, None) is not None:
+            self.drop(block)
+
+    def _end_due_pins(self, now: float) -> None:
+        while self._pins and self._pins[0][0] <= now:
+            _, number, block = heapq.heappop(self._pins)
+            until = self._pinned_until.get(block, 0.0)
+            if until > now:  # pinned again since, for longer
+                heapq.heappush(self._pins, (until, number, block))
+            else:
+                self.unpin(block)
+
+    # ---- room --------------------------------------------------------------------------------
+
+    def allocate(
+        self, count: int, nbytes: int, slot_nbytes: int, protect: Callable[[], set[Block]]
+    ) -> list[Slot] | None:
+        """Slots for ``count`` blocks, or ``None`` with nothing taken.
+
+        Evicts only if that can suffice. Blocks that are copied first give their room later, which the
+        caller learns from :attr:`leaving_nbytes`.
+        """
+        needed = count * slot_nbytes
+        slots = self.arena.allocate_many(count, nbytes) if needed <= self.arena.free_nbytes else None
+        if slots is None:
+            protected = protect()
+            spared = sum(b.nbytes for b in protected if not b.holds)
+            evictable = self.stored_nbytes - self.held_nbytes - spared + self.leaving_nbytes
+            if needed <= self.arena.free_nbytes + evictable:
+                slots = self._evict_for(count, nbytes, needed, protected)
+        return slots
+
+    def _evict_for(self, count: int, nbytes: int, needed: int, protected: set[Block]) -> list[Slot] | None:
+        def pinned(entry: Entry) -> bool:
+            assert isinstance(entry, Block)
+            return entry.holds > 0 or entry in protected
+
+        slots = None
+        steps = self.evictions(pinned)
+        while slots is None:
+            coming = self.leaving_nbytes
+            if coming and needed <= self.arena.free_nbytes + coming:
+                break  # enough is on its way out
+            if not next(steps, False):
+                break
+            if needed <= self.arena.free_nbytes:
+                slots = self.arena.allocate_many(count, nbytes)
+        for block in protected:
+            if block.stored:
+                self.policy.released(block)
+        return slots
+
+    def evictions(self, pinned: Callable[[Entry], bool]) -> Generator[bool, None, None]:
+        """Evict one block, or begin to, before each step (``True``); ends when nothing is left to evict."""
+        for victim in self.policy.victims(self.arena.capacity_nbytes, pinned):
+            assert isinstance(victim, Block)
+            answer = Leave.NOW if self.may_leave is None else self.may_leave(victim)
+            if answer is Leave.NOT_YET:
+                return
+            if answer is Leave.NOW:
+                self.forget(victim)
+                self.evicted_blocks += 1
+            yield True
+
+    def leave(self, block: Block) -> None:
+        """Hold a stored block that goes when its copy is made; ends with :meth:`left` or :meth:`stay`.
+
+        Its parent counts as a tail meanwhile, so that a chain goes as a whole.
+        """
+        self.hold(block)
+        self.leaving_nbytes += block.nbytes
+        self._leaving[block] += 1
+        if self._leaving[block] == 1:
+            tail = block.index.detach(block)
+            if tail is not None:
+                self.policy.released(tail)
+
+    def stay(self, block: Block) -> None:
+        """The copy takes too long: what :meth:`leave` held is an ordinary hold now."""
+        self.leaving_nbytes -= block.nbytes
+        self._leaving[block] -= 1
+        if not self._leaving[block]:
+            del self._leaving[block]
+            if block.stored:
+                block.index.attach(block)
+
+    def left(self, block: Block) -> None:
+        """The copy that :meth:`leave` waited for is over: evict, unless somebody holds the block now."""
+        self.stay(block)
+        self.drop(block)
+        if block.stored and not block.holds:
+            self.forget(block)
+            self.evicted_blocks += 1

@@ -1,0 +1,50 @@
+"""A store in memory as one session sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.core.blockstore import Completion, Stats
+from kvferry.core.leases import SlotLease
+from kvferry.core.memory_namespace import MemoryNamespace
+from kvferry.core.sessions import Session
+from kvferry.core.spec import KeyScope, KVSpec
+
+if TYPE_CHECKING:
+    from kvferry.core.memory import MemoryStore
+
+__all__ = ["SessionStore"]
+
+_DEFAULT_SCOPE = KeyScope()
+
+
+class SessionStore:
+    """A :class:`MemoryStore` as one session sees it: the same blocks, its own leases. Thread safe."""
+
+    def __init__(self, store: MemoryStore, session: Session) -> None:
+        self.store = store
+        self.session = session
+
+    def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> MemoryNamespace:
+        """The namespace of ``spec`` and ``scope``, with leases that belong to the session."""
+        return self.store._namespace(self.session, spec, scope)
+
+    def find_lease(self, lease_id: str) -> SlotLease | None:
+        """The lease of that id, if it holds blocks for this session."""
+        return self.store.find_lease(lease_id, self.session)
+
+    def poll(self) -> list[Completion]:
+        """See :meth:`MemoryStore.poll`."""
+        return self.store.poll()
+
+    def flush(self, *, deadline: float) -> bool:
+        """See :meth:`MemoryStore.flush`."""
+        return self.store.flush(deadline=deadline)
+
+    def stats(self) -> Stats:
+        """Figures of the whole store."""
+        return self.store.stats()
+
+    def close(self) -> None:
+        """End the session and with it its leases; the store and its blocks stay."""
+        self.session.end()
