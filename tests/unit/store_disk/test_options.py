@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,8 @@ import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.store.disk import DiskOptions, DiskTier
+from kvferry.testing.blocks import small_spec
+from kvferry.testing.tiers_common import opened
 
 
 def test_options_from_a_configuration() -> None:
@@ -68,3 +72,45 @@ def test_what_is_missing_is_named() -> None:
 def test_an_unknown_eviction_policy_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sometimes"):
         DiskTier("disk", DiskOptions((str(tmp_path),), 1 << 20, eviction="sometimes"))
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_more_kept_free_than_there_is_is_refused_with_the_figures(tmp_path: Path) -> None:
+    size = shutil.disk_usage(tmp_path).total
+    options = DiskOptions((str(tmp_path / "disk"),), 1 << 20, keep_free_nbytes=2 * size)
+    with pytest.raises(
+        ConfigError, match=rf"keep_free is {2 * size} bytes, the file system of .*disk has \d+: nothing could"
+    ):
+        DiskTier("disk", options)
+    DiskTier("disk", DiskOptions((str(tmp_path / "disk"),), 1 << 20)).close()  # the lock was given back
+
+
+def test_more_kept_free_than_is_free_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    keep = (usage.free + usage.used + usage.free) // 2
+    DiskTier("disk", DiskOptions((str(tmp_path),), 1 << 20, keep_free_nbytes=keep)).close()
+    assert f"and keep_free is {keep}" in lines(caplog)[0]
+
+
+def test_a_block_larger_than_the_cap_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = DiskTier("disk", DiskOptions((str(tmp_path),), 64 << 10))
+    namespace = opened(tier, small_spec("large", pages=64, layers=4))
+    tier.open(namespace)
+    assert len(lines(caplog)) == 1
+    assert "capacity is 65536" in lines(caplog)[0]
+    assert any(key.startswith("large ") and "none is stored" in v for key, v in tier.usage().status.items())
+    tier.close()
+
+
+def test_files_of_others_that_leave_no_room_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "large").write_bytes(bytes(2 << 20))
+    tier = DiskTier("disk", DiskOptions((str(tmp_path),), 1 << 20))
+    (line,) = lines(caplog)
+    assert "capacity is 1048576 bytes" in line
+    assert int(line.split("no blocks take ")[1].split()[0]) >= 2 << 20
+    tier.close()

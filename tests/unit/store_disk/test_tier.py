@@ -203,9 +203,9 @@ def test_whatever_call_fails_nothing_is_left(
     """Said once, and once more when it is over."""
     caplog.set_level(logging.INFO, LOGGER)
     files = FaultyFiles()
-    tier = make_tier(files, sync="full")
+    tier = make_tier(files, sync="full", retry_s=60)
     namespace = opened(tier, SPEC)
-    with files.failing(call, error=errno.EROFS):
+    with files.failing(call, error=errno.EIO):
         for number in range(3):
             results = write(tier, namespace, chain(namespace, number, 2))
             assert set(write_outcomes(results)) == {WriteOutcome.FAILED}
@@ -388,7 +388,7 @@ def test_c132_nothing_planted_is_followed(make_tier: MakeTier, folder: Path, tmp
 
 def test_a_directory_belongs_to_one_store(make_tier: MakeTier) -> None:
     tier = make_tier()
-    with pytest.raises(TierError, match=f"pid {os.getpid()}"):
+    with pytest.raises(TierError, match="used by another tier of this process"):
         make_tier()
     tier.close()
     make_tier()

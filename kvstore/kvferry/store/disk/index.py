@@ -399,6 +399,13 @@ class DiskIndex:
                 return []
             return self._evict(short) if nbytes <= self.capacity_nbytes else None
 
+    def reserve_at_most(self, nbytes: int) -> int:
+        """Take up to ``nbytes`` of the room without evicting; returns how many. :meth:`release` ends it."""
+        with self.lock:
+            taken = max(0, min(nbytes, self.capacity_nbytes - self.used_nbytes))
+            self.used_nbytes += taken
+            return taken
+
     def evict(self, nbytes: int, root: int | None = None) -> list[DiskEntry] | None:
         """Choose and discard entries of together ``nbytes``, in one directory if ``root`` is given."""
         with self.lock:

@@ -24,7 +24,9 @@ from kvferry.store.disk import names
 from kvferry.store.disk.blocks import read_header
 from kvferry.store.disk.files import Files, is_gone, open_quietly, read_parts, reason_of
 from kvferry.store.disk.header import BlockHeader, readable
+from kvferry.store.disk.lock import lock_owner
 from kvferry.store.disk.options import DiskOptions
+from kvferry.store.disk.places import open_directory
 from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.scan import Scan, scan_directory
@@ -133,7 +135,7 @@ class Verification:
 
 def _open(directory: str) -> int:
     try:
-        return Files().open_root(directory)
+        return open_directory(Files(), directory)
     except OSError as error:
         raise RequestError(f"{directory}: {reason_of(error)}; give the directory of a disk tier") from error
 
@@ -174,21 +176,6 @@ def inspect(directory: str) -> Inspection:
         overhead_nbytes=scan.overhead_nbytes,
         errors=tuple(scan.errors),
     )
-
-
-def lock_owner(root: int) -> int | None:
-    """The process that holds the lock of a directory, without touching the lock."""
-    try:
-        found = os.stat(names.LOCK_NAME, dir_fd=root, follow_symlinks=False)
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    for line in lines:
-        words = line.split()
-        if "FLOCK" in words and device in words:
-            return int(words[words.index(device) - 1])
-    return None
 
 
 def _some_header(

@@ -23,7 +23,7 @@ from kvferry.store.disk.state import DiskState
 
 __all__ = ["Maintenance"]
 
-_IDLE_S: Final = 60.0
+_IDLE_S: Final = 10.0
 _CLOSE_S: Final = 5.0
 _BATCH: Final = 64
 _BATCH_S: Final = 60.0
@@ -108,9 +108,11 @@ class Maintenance:
         """Bring back directories, remove what resisted, look for room; returns how long to pause."""
         busy = self._state.retry_removals()
         for root in self._state.roots:
+            if root.is_up:
+                self._state.is_lost(root)
             if not root.is_up:
                 busy |= not self._bring_back(root)
-            busy |= root.is_still_full()
+            busy |= root.try_writes(self._state.index.reserve_at_most)
         return self._state.options.retry_s if busy else _IDLE_S
 
     def _bring_back(self, root: Root) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal, cast, get_args
 
 from kvferry.core.errors import ConfigError
@@ -22,7 +24,7 @@ class DiskOptions:
     """Options of the disk tier.
 
     Attributes:
-        directories: One a device; blocks are spread over them by their keys.
+        directories: One a device; blocks are spread over them by their keys. Made absolute, ``~`` included.
         capacity_nbytes: Cap on what all directories together take up, as ``du`` counts.
         keep_free_nbytes: Bytes that stay free on the file system of each directory, whoever fills it.
         sync: What is done before a block counts as stored. ``none``: nothing, the kernel writes it when
@@ -50,6 +52,7 @@ class DiskOptions:
     retry_s: float = 1.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "directories", tuple(map(_absolute, self.directories)))
         if not self.directories or len(set(self.directories)) != len(self.directories):
             raise ConfigError(f"directories is {list(self.directories)}: give one or more, each once")
         if self.capacity_nbytes < _MIN_CAPACITY:
@@ -122,6 +125,14 @@ def _converted(where: str, name: str, value: object) -> object:
 
 
 _NAMES: dict[type, str] = {str: "text", bool: "true or false", int: "a whole number"}
+
+
+def _absolute(path: str) -> str:
+    """A path that stays the same when the process goes elsewhere."""
+    found = os.path.expanduser(path)  # noqa: PTH111  Path raises for an unknown user
+    if found.startswith("~"):
+        raise ConfigError(f"directory {path}: there is no home directory of that user")
+    return os.path.normpath(Path(found).absolute())
 
 
 def _paths(where: str, value: object) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from kvferry.core.buffers import page_aligned
 from kvferry.store.disk.files import DIRECT, Files, read_parts, reason_of, write_parts
 from kvferry.store.disk.names import PROBE_NAME
 
-__all__ = ["PROBE_NBYTES", "Probe", "probe_direct"]
+__all__ = ["PROBE_NBYTES", "Probe", "probe_direct", "probe_writes"]
 
 PROBE_NBYTES: Final = 2 << 20
 """What the probe may take up for a moment."""
@@ -59,6 +59,34 @@ def probe_direct(files: Files, root: int) -> Probe:
     write = best["write"] * _WORTH_IT <= best["cached write"]
     reads = f"reads {figures['read']} direct, {figures['cached read']} cached"
     return Probe(read, write, f"{reads}; writes {figures['write']} direct, {figures['cached write']} cached")
+
+
+def probe_writes(files: Files, root: int, nbytes: int, *, durable: bool) -> None:
+    """Write a file of so many bytes in the directory ``root``, and remove it.
+
+    Args:
+        files: System calls.
+        root: Descriptor of the directory.
+        nbytes: Size of the file.
+        durable: Whether it has to reach the device.
+
+    Raises:
+        OSError: If any of that fails.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(PROBE_NAME, root)
+    fd = files.create(PROBE_NAME, root)
+    try:
+        chunk = page_aligned(min(nbytes, _NBYTES))
+        whole, rest = divmod(nbytes, len(chunk)) if nbytes else (0, 0)
+        write_parts(files, fd, [*[chunk] * whole, chunk[:rest]])
+        if durable:
+            files.sync_data(fd)
+    finally:
+        with contextlib.suppress(OSError):  # takes up nothing, should it have to stay
+            os.ftruncate(fd, 0)
+        files.close(fd)
+        files.unlink(PROBE_NAME, root)
 
 
 def _write_synced(files: Files, fd: int, data: memoryview) -> None:

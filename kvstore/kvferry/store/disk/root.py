@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,60 +20,31 @@ from typing import Final
 from kvferry.core.errors import TierError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
-from kvferry.store.disk.files import Files, is_gone, reason_of
-from kvferry.store.disk.folders import Folders, OpenFolder, disk_nbytes
+from kvferry.store.disk.files import Files, reason_of
+from kvferry.store.disk.folders import Folders, OpenFolder
+from kvferry.store.disk.lock import DirectoryLock, take_lock
 from kvferry.store.disk.options import DiskOptions
-from kvferry.store.disk.probe import probe_direct
+from kvferry.store.disk.places import make_directory, open_directory, require_outside
+from kvferry.store.disk.probe import probe_direct, probe_writes
 from kvferry.store.disk.problems import Problems
+from kvferry.store.disk.quarantine import Quarantine
 from kvferry.store.disk.scan import Scan, scan_directory
 
-__all__ = ["Root", "RootDownError", "take_lock"]
+__all__ = ["Root", "RootDownError"]
 
 _FULL_PAUSES: Final = 10
-_READ_ONLY: Final = frozenset((errno.EROFS, errno.EACCES, errno.EPERM))
+_LOOK_S: Final = 1.0
+_SOON: Final = 0.9  # of a pause: who comes after one finds that it is over
+_PROBE_MIN_NBYTES: Final = 4 << 10
+_PROBE_MAX_NBYTES: Final = 8 << 20
+_FAILURES: Final = 8  # in a row, before a directory is left alone that may work again at any time
+_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+# Will not be over with the next try.
+_LASTING: Final = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.ESHUTDOWN))
 
 
 class RootDownError(OSError):
     """The directory cannot be used now; a tier's own, never leaves it."""
-
-
-def take_lock(root: int, path: str) -> int | None:
-    """Lock a directory against other stores; the descriptor holds the lock until it is closed.
-
-    Returns:
-        ``None`` where nothing can be written: then nobody can do harm either.
-
-    Raises:
-        TierError: If another process holds it; the message has its pid.
-    """
-    try:
-        # read-only: a descriptor for writing would keep the file system from being remounted read-only
-        fd = os.open(names.LOCK_NAME, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=root)
-    except OSError as error:
-        if error.errno in _READ_ONLY:
-            return None
-        raise
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(fd)
-        if error.errno != errno.EWOULDBLOCK:
-            raise
-        raise TierError(
-            f"{path} is used by another process (pid {owner}); give each its own directory"
-        ) from error
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without the pid
-        _write_pid(root)
-    return fd
-
-
-def _write_pid(root: int) -> None:
-    fd = os.open(names.LOCK_NAME, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=root)
-    try:
-        os.pwrite(fd, f"{os.getpid():<15}\n".encode(), 0)
-    finally:
-        os.close(fd)
 
 
 class Root:
@@ -93,7 +62,6 @@ class Root:
         direct_read: Whether reads go past the page cache.
         direct_write: Whether writes do.
         direct_text: Why, for people.
-        quarantined_nbytes: What the quarantine takes up.
     """
 
     def __init__(
@@ -110,26 +78,32 @@ class Root:
         self.direct_read = False
         self.direct_write = False
         self.direct_text = ""
-        self.quarantined_nbytes = 0
         self._files = files
         self._problems = problems
         self._tell = charge
-        self._max_quarantine = min(options.quarantine_nbytes, options.capacity_nbytes // 8)
+        self._quarantine = Quarantine(
+            files, problems, self.charge, min(options.quarantine_nbytes, options.capacity_nbytes // 8)
+        )
         self._durable = options.sync != "none"
         self._retry_s = options.retry_s
-        self._no_writes_until = 0.0
+        self._keep_free_nbytes = options.keep_free_nbytes
         self._lock = threading.Lock()
-        self._fd: int | None = None
-        self._lock_fd: int | None = None
+        self._top: OpenFolder | None = None
+        self._held: DirectoryLock | None = None
+        self._looking = threading.Lock()
+        self._look_at = 0.0
         self._folders: Folders | None = None
         self._device: int | None = None
         self._overhead = 0
-        self._quarantined: deque[tuple[str, int]] = deque()
         self._full_until = 0.0
-        self._free_again_nbytes: int | None = None
+        self._wanted_nbytes = 0
         self._claimed = 0
         self._tight_until = 0.0
         self._quota_until = 0.0
+        self._avoid_until = 0.0
+        self._try_at = 0.0
+        self._no_writes_until = 0.0
+        self._failures = 0
         self._serial = time.time_ns()
 
     # -- life ------------------------------------------------------------------------------------------
@@ -142,29 +116,34 @@ class Root:
 
         Raises:
             OSError: If it cannot be used; it stays down.
-            TierError: If another process uses it.
+            TierError: If another store uses it, or one that lies inside of it or around it.
         """
         if make:
-            Path(self.path).mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = self._files.open_root(self.path)
-        lock_fd = None
+            make_directory(self.path)
+        top = OpenFolder(self._files, open_directory(self._files, self.path))
+        device = self._files.status(top.fd).st_dev
+        self._require_same_device(top.fd, device)
+        require_outside(self.path)
+        held = take_lock(top.fd, self.path)
         try:
-            device = self._files.status(fd).st_dev
-            self._require_same_device(fd, device)
-            lock_fd = take_lock(fd, self.path)
-            scan = scan_directory(self._files, fd, clean=lock_fd is not None)
+            scan = scan_directory(self._files, top.fd, clean=held is not None)
+            if scan.nested:
+                raise TierError(
+                    f"{self.path} has the directory of another disk tier inside, {scan.nested[0]}, which is "
+                    "in use; give each a directory of its own"
+                )
+            folders = Folders(self._files, top.fd, self.charge, durable=self._durable)
         except BaseException:
-            self._files.close(fd)
-            if lock_fd is not None:
-                os.close(lock_fd)
+            if held is not None:
+                held.release()
             raise
         with self._lock:
-            self._fd, self._lock_fd, self._device = fd, lock_fd, device
-            self._folders = Folders(self._files, fd, self.charge, durable=self._durable)
-            self._quarantined = deque(scan.quarantined)
-            self.quarantined_nbytes = sum(nbytes for _, nbytes in scan.quarantined)
-        self.charge(scan.overhead_nbytes + self.quarantined_nbytes)
-        self._problems.end(self.path, "down")
+            self._top, self._held, self._device, self._folders = top, held, device, folders
+            self._quarantine.reset(scan.quarantined)
+            self._look_at = time.monotonic() + _LOOK_S
+        self.charge(scan.overhead_nbytes + self._quarantine.nbytes)
+        if held is None:
+            self._problems.begin(self.path, "writes fail", "nothing can be written in the directory")
         return scan
 
     def _require_same_device(self, fd: int, device: int) -> None:
@@ -180,57 +159,76 @@ class Root:
     def stop(self) -> None:
         """Close everything and give the lock back."""
         with self._lock:
-            fd, lock_fd, folders = self._fd, self._lock_fd, self._folders
-            self._fd = self._lock_fd = self._folders = None
+            held, folders = self._held, self._folders
+            self._top = self._held = self._folders = None  # the descriptor goes with the last who uses it
             overhead, self._overhead = self._overhead, 0
-            self.quarantined_nbytes = 0
-            self._quarantined.clear()
+            self._quarantine.reset([])
         if folders is not None:
             folders.forget()
-        for each in (fd, lock_fd):
-            if each is not None:
-                os.close(each)
+        if held is not None:
+            held.release()
         self._tell(-overhead)
 
     @property
     def is_up(self) -> bool:
         """Whether it is open."""
-        return self._fd is not None
+        return self._top is not None
 
     @property
     def is_locked(self) -> bool:
-        """Whether it is up and locked: else nothing can be written there."""
-        return self._lock_fd is not None
+        """Whether it is up and locked: else nothing may be written there."""
+        return self._held is not None
 
-    def has_vanished(self) -> bool:
-        """Whether what is at the path now is not what was opened."""
-        with self._lock:
-            if self._fd is None:
-                return True
-            ours = self._files.status(self._fd)
-        try:
-            found = Path(self.path).stat()
-        except OSError:
-            return True
-        return (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino)
+    def is_due(self) -> bool:
+        """Whether to look again, now and then, if it is still there: see :meth:`what_is_lost`."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + _LOOK_S
+        return True
+
+    def what_is_lost(self) -> str:
+        """Why it is not ours any more, if so: what is at the path now is not what was opened and locked."""
+        with self._looking:
+            top, held = self._top, self._held
+            if top is None:
+                return "it is down"
+            ours = self._files.status(top.fd)
+            try:
+                found = Path(self.path).stat()
+            except OSError:
+                return "the directory has vanished"
+            if (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
+                return "the directory has vanished: another one is in its place"
+            try:
+                if held is not None and not held.is_whole(top.fd):
+                    held.mend(top.fd, self.path)
+            except TierError as error:
+                return str(error)
+            except OSError as error:
+                self._problems.incident("lock", f"{self.path} cannot be locked anew: {reason_of(error)}")
+            return ""
 
     def free_nbytes(self) -> int:
         """Bytes that may still be written to its file system."""
-        with self._lock:
-            return self._files.free_nbytes(self._require_up())
+        return self._files.free_nbytes(self._require_up().fd)
+
+    def size_nbytes(self) -> int:
+        """Bytes of its file system in all, for ordinary processes."""
+        found = os.fstatvfs(self._require_up().fd)  # some file systems say 0
+        return (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize
 
     def probe(self) -> str:
         """Measure whether O_DIRECT pays and use it where it does; returns what was found, for people."""
-        with self._lock:
-            fd = self._require_up()
-        found = probe_direct(self._files, fd)
+        found = probe_direct(self._files, self._require_up().fd)
         self.direct_read, self.direct_write = found.read, found.write
         return found.text
 
-    def _require_up(self) -> int:
-        if self._fd is None:
+    def _require_up(self) -> OpenFolder:
+        top = self._top
+        if top is None:
             raise RootDownError(errno.ENODEV, "the directory is down")
-        return self._fd
+        return top
 
     # -- a full device ---------------------------------------------------------------------------------
 
@@ -250,15 +248,22 @@ class Root:
     def begin_full(self, nbytes: int, error: OSError | None = None) -> None:
         """Tell that there is no room for ``nbytes``, by an ``error`` or since nothing may be evicted.
 
-        It is over with the next write that succeeds, or when so many more are free than now.
+        It is over with the next write that succeeds, or when :meth:`try_writes` finds room.
         """
         text = "the device is full"
         with contextlib.suppress(OSError):
             free = self.free_nbytes()
-            self._free_again_nbytes = free + nbytes
-            if error is not None and free >= nbytes:
+            if error is not None and error.errno == errno.EDQUOT:
+                text = f"a quota is used up: {reason_of(error)}; the device has {free} bytes free"
+            elif error is not None and free >= nbytes:
                 text = f"a write failed as on a full device, which has {free} bytes free: {reason_of(error)}"
-        self._problems.begin(self.path, "full", text)
+        self._wanted_nbytes = nbytes
+        self._begin("full", text)
+
+    def _begin(self, kind: str, text: str) -> None:
+        if not self._problems.has(self.path, kind):
+            self._try_at = time.monotonic() + _SOON * self._retry_s
+        self._problems.begin(self.path, kind, text)
 
     def claim_room(self, nbytes: int, keep: int = 0) -> int:
         """Take so many of the free bytes, for as long as a write runs, and leave ``keep`` free.
@@ -267,7 +272,7 @@ class Root:
             How many are missing: then none are taken. Else 0, and :meth:`release_room` gives them back.
         """
         with self._lock:
-            short = keep + self._claimed + nbytes - self._files.free_nbytes(self._require_up())
+            short = keep + self._claimed + nbytes - self._files.free_nbytes(self._require_up().fd)
             if short <= 0:
                 self._claimed += nbytes
                 return 0
@@ -284,31 +289,57 @@ class Root:
 
     def took_write(self) -> None:
         """A write went well: whatever was in its way is over."""
-        self._full_until = 0.0
+        self._full_until = self._avoid_until = self._no_writes_until = 0.0
+        self._failures = 0
         for kind in ("full", "writes fail"):
             self._problems.end(self.path, kind)
 
-    def is_still_full(self) -> bool:
-        """Look whether a full device has room again; ``False`` also if it was not full.
+    def try_writes(self, take: Callable[[int], int]) -> bool:
+        """Find out by a file of the tier's own whether writes that failed go well again.
 
-        What ran out may be inodes or a quota, of which free bytes tell nothing: hence only more than there
-        were count.
+        Free bytes alone do not tell: what ran out may be inodes or a quota.
+
+        Args:
+            take: Takes up to so many bytes of the capacity and returns how many; this gives them back.
+
+        Returns:
+            Whether to try again later. ``False`` also if nothing had failed.
         """
-        wanted = self._free_again_nbytes
-        if wanted is None:
+        is_full = self._problems.has(self.path, "full")
+        if not is_full and not self._problems.has(self.path, "writes fail"):
             return False
-        if not self._problems.has(self.path, "full"):  # a write has found out
-            self._free_again_nbytes = None
-            return False
+        taken = 0
         try:
-            if self.free_nbytes() < wanted:
+            top = self._require_up()
+            if is_full and self._files.free_nbytes(top.fd) < self._wanted_nbytes + self._keep_free_nbytes:
                 return True
-        except OSError:
+            if time.monotonic() < self._try_at:
+                return True
+            self._try_at = time.monotonic() + _SOON * self._retry_s
+            if self._held is None and not self._lock_late(top):
+                return True
+            taken = take(min(max(self._wanted_nbytes, _PROBE_MIN_NBYTES), _PROBE_MAX_NBYTES))
+            probe_writes(self._files, top.fd, taken, durable=self._durable)
+        except (OSError, TierError) as error:
+            if not is_full:  # else our own may go for those that come
+                self._pause_writes()
+                reason = reason_of(error) if isinstance(error, OSError) else str(error)
+                self._problems.begin(self.path, "writes fail", reason)
             return True
-        self._free_again_nbytes = None
-        self._full_until = 0.0
-        self._problems.end(self.path, "full")
+        finally:
+            self._tell(-taken)
+        self.took_write()
         return False
+
+    def _lock_late(self, top: OpenFolder) -> bool:
+        """Lock a directory in which nothing could be written when it was opened; whether that is done."""
+        held = take_lock(top.fd, self.path)
+        with self._lock:
+            if self._top is top:
+                self._held, held = held, None
+        if held is not None:
+            held.release()
+        return self._held is not None
 
     @property
     def is_tight(self) -> bool:
@@ -329,14 +360,34 @@ class Root:
         except OSError:  # what is wrong with it is found out by those who use it
             return True
 
-    def suspend_writes(self) -> None:
-        """A write failed: other directories are asked for a moment."""
-        self._no_writes_until = time.monotonic() + self._retry_s
+    def write_failed(self, error: OSError) -> None:
+        """A write failed: other directories are asked for a moment, this one later if it is bound to fail.
+
+        A directory of a device that is full, or says so, is passed over by what :meth:`mark_full` remembers.
+        """
+        self._failures += 1
+        if error.errno not in _FULL:
+            self._avoid_until = time.monotonic() + self._retry_s
+            self._begin("writes fail", reason_of(error))
+        if error.errno in _LASTING or self._failures >= _FAILURES:
+            self._pause_writes()
+
+    def _pause_writes(self) -> None:
+        self._no_writes_until = time.monotonic() + 2 * self._retry_s  # :meth:`try_writes` is sooner
+
+    @property
+    def why_no_writes(self) -> str:
+        """Why writes are refused, if so: for a while, or until :meth:`try_writes` finds that they go well."""
+        if self._held is None:
+            return "nothing can be written in the directory"
+        if time.monotonic() < self._no_writes_until:
+            return "writes have failed, and are tried again in a moment"
+        return ""
 
     @property
     def takes_writes(self) -> bool:
         """Whether it is up and no write has failed a moment ago."""
-        return self._fd is not None and time.monotonic() >= self._no_writes_until
+        return self._held is not None and time.monotonic() >= max(self._avoid_until, self._no_writes_until)
 
     # -- folders and files -----------------------------------------------------------------------------
 
@@ -378,75 +429,18 @@ class Root:
             return names.temporary_name(key, self._serial)
 
     def quarantine(self, folder: OpenFolder, namespace_id: bytes, key: BlockKey, nbytes: int) -> int:
-        """Put a corrupt file out of the way: into the quarantine, or away if it cannot hold it.
+        """Put a corrupt file out of the way: see :meth:`Quarantine.put`."""
+        return self._quarantine.put(self._require_up().fd, folder, namespace_id, key, nbytes)
 
-        Args:
-            folder: Where it lies.
-            namespace_id: Of which namespace.
-            key: Its key.
-            nbytes: What is counted for it.
+    @property
+    def quarantined_nbytes(self) -> int:
+        """What the quarantine takes up."""
+        return self._quarantine.nbytes if self.is_up else 0
 
-        Returns:
-            The bytes that the caller need not count any more; 0 if the file could not be moved or removed.
-        """
-        name = names.block_name(key)
-        with self._lock:
-            self._serial += 1
-            target = f"{key.hex()}.{namespace_id.hex()[:16]}.{self._serial:x}.bad"
-        try:
-            now = disk_nbytes(self._files.status_of(name, folder.fd))  # it may have been tampered with
-            if now <= self._max_quarantine:
-                self._move(folder, name, target)
-        except OSError as error:
-            if is_gone(error):
-                return nbytes
-            now = self._max_quarantine + 1  # it cannot be moved: maybe it can be removed
-        if now > self._max_quarantine:
-            return nbytes if self._unlink(folder, name) else 0
-        with self._lock:
-            self._quarantined.append((target, now))
-            self.quarantined_nbytes += now
-        self.charge(now)
-        self._trim_quarantine()
-        return nbytes
-
-    def _unlink(self, folder: OpenFolder, name: str) -> bool:
-        try:
-            self._files.unlink(name, folder.fd)
-        except OSError as error:
-            if not is_gone(error):
-                self._problems.incident("quarantine", f"{name} cannot be removed: {reason_of(error)}")
-                return False
-        return True
-
-    def _move(self, folder: OpenFolder, name: str, target: str) -> None:
-        root = self._require_up()
-        if self._files.make_folder(names.QUARANTINE_NAME, root):
-            self.charge(4096)
-        fd = self._files.open_folder(names.QUARANTINE_NAME, root)
-        try:
-            self._files.rename(name, folder.fd, target, fd)
-        finally:
-            self._files.close(fd)
-
-    def _trim_quarantine(self) -> None:
-        """Remove the oldest until the rest is within the bound."""
-        while True:
-            with self._lock:
-                if self.quarantined_nbytes <= self._max_quarantine or self._fd is None:
-                    return
-                name, nbytes = self._quarantined.popleft()
-                self.quarantined_nbytes -= nbytes
-                root = self._fd
-            fd = self._files.open_folder(names.QUARANTINE_NAME, root)
-            try:
-                self._files.unlink(name, fd)
-            except OSError as error:
-                if not is_gone(error):
-                    continue  # its bytes stay charged
-            finally:
-                self._files.close(fd)
-            self.charge(-nbytes)
+    @property
+    def overhead_nbytes(self) -> int:
+        """What is in the directory that is no block's: folders, the quarantine, and what is not ours."""
+        return self._overhead
 
     def charge(self, nbytes: int, *, spend: Callable[[int], None] | None = None) -> None:
         """Count bytes in the directory that are no block's (negative: give them back).

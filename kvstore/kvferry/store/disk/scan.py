@@ -14,6 +14,7 @@ from kvferry.store.disk import names
 from kvferry.store.disk.blocks import read_header
 from kvferry.store.disk.files import Files, open_quietly
 from kvferry.store.disk.folders import allocated_nbytes, disk_nbytes
+from kvferry.store.disk.lock import is_in_use
 
 __all__ = ["FoundBlock", "Scan", "scan_directory"]
 
@@ -35,6 +36,7 @@ class Scan:
         quarantined: Name and bytes of what was put away as corrupt, the oldest first.
         foreign: Paths of what is not ours, relative to the directory; the first 100.
         foreign_count: How many there are.
+        nested: Paths of other disk tiers' directories that are in use, relative to the directory.
         temporaries: How many were found, and removed if asked.
         errors: What could not be read or removed.
     """
@@ -44,6 +46,7 @@ class Scan:
     quarantined: list[tuple[str, int]] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     foreign_count: int = 0
+    nested: list[str] = field(default_factory=list)
     temporaries: int = 0
     errors: list[str] = field(default_factory=list)
 
@@ -196,10 +199,13 @@ class _Walk:
                 self.found.foreign.append(where)
         if is_folder:
             self.below(parent, entry, path, self.foreign_tree)
+        elif entry.name == names.LOCK_NAME and path and is_in_use(parent):
+            self.found.nested.append(path)
 
     def foreign_tree(self, fd: int, path: str) -> int:
-        del path
-        for _, folders, others, folder in os.fwalk(dir_fd=fd):
+        for below, folders, others, folder in os.fwalk(dir_fd=fd):
+            if names.LOCK_NAME in others and is_in_use(folder):
+                self.found.nested.append(os.path.normpath(f"{path}/{below}"))
             for name in (*folders, *others):
                 try:
                     status = os.stat(name, dir_fd=folder, follow_symlinks=False)

@@ -73,15 +73,20 @@ class DiskState:
             return dict(self._counters)
 
     def check_vanished(self, root: Root) -> bool:
-        """Take a directory down whose path is not there any more, or is another; whether it is down."""
-        if root.is_up and not root.has_vanished():
+        """Take a directory down that is no longer at its path, or is another store's; whether it is down."""
+        lost = root.what_is_lost()
+        if not lost:
             return False
         if root.is_up:
-            self.problems.begin(root.path, "down", "the directory has vanished")
+            self.problems.begin(root.path, "down", lost)
             root.stop()
             self.index.drop_root(root.number)
             self.wake()
         return True
+
+    def is_lost(self, root: Root) -> bool:
+        """As :meth:`check_vanished`, once in a while: cheap enough for every write."""
+        return root.is_due() and self.check_vanished(root)
 
     def quarantine(self, entry: DiskEntry, reason: str) -> None:
         """Forget a corrupt block and put its file out of the way."""
@@ -91,6 +96,8 @@ class DiskState:
         try:
             folder = root.folder(entry.index.tenant, entry.index.namespace_id, entry.key)
             freed = root.quarantine(folder, entry.index.namespace_id, entry.key, entry.nbytes)
+            if freed and self.tidies(entry.index):
+                root.tidy(entry.index.tenant, entry.index.namespace_id, entry.key)
         except OSError as error:
             freed = entry.nbytes if is_gone(error) else 0
         finally:

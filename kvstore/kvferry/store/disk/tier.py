@@ -20,6 +20,7 @@ from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
 from kvferry.store.disk.maintenance import Maintenance
 from kvferry.store.disk.names import tenant_folder
 from kvferry.store.disk.options import DiskOptions
+from kvferry.store.disk.places import require_apart
 from kvferry.store.disk.pool import Batch, IoPool
 from kvferry.store.disk.probe import PROBE_NBYTES
 from kvferry.store.disk.problems import Problems
@@ -27,7 +28,7 @@ from kvferry.store.disk.reads import LATE, read_blocks
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.scan import FoundBlock
 from kvferry.store.disk.state import DiskState, Home
-from kvferry.store.disk.writes import Writes
+from kvferry.store.disk.writes import Writes, least_room
 from kvferry.store.policies import eviction_policy
 from kvferry.store.tier import (
     UNKNOWN_PARENT,
@@ -63,8 +64,9 @@ class DiskTier(Tier):
         files: System calls; for tests.
 
     Raises:
-        TierError: If another process uses one of the directories.
-        ConfigError: If there is no eviction policy of that name.
+        TierError: If another store uses one of the directories, or one that lies inside of it or around it.
+        ConfigError: If two of the directories are the same, or one lies inside another, or there is no
+            eviction policy of that name.
     """
 
     persistent = True
@@ -78,9 +80,11 @@ class DiskTier(Tier):
         policy: Callable[[int], EvictionPolicy] | None = None,
         files: Files | None = None,
     ) -> None:
+        require_apart(options.directories)
         self.name = name
         self.options = options
         self._closed = False
+        self._notes: dict[str, str] = {}
         self.files = files or Files()
         problems = Problems(name, _log)
         if policy is None:
@@ -117,9 +121,25 @@ class DiskTier(Tier):
         for root in self._state.roots:
             try:
                 found += self._start_root(root, make=True)
+                self._compare_sizes(root)
             except OSError as error:
                 self._state.problems.begin(root.path, "down", reason_of(error))
         return found
+
+    def _compare_sizes(self, root: Root) -> None:
+        """Refuse what can never work, and tell what does not work now."""
+        keep, size, free = self.options.keep_free_nbytes, root.size_nbytes(), root.free_nbytes()
+        if keep and size and keep >= size:
+            raise ConfigError(
+                f"tier {self.name}: keep_free is {keep} bytes, the file system of {root.path} has {size}"
+                ": nothing could ever be written; lower it"
+            )
+        if free < keep:
+            _log.warning(
+                "tier %s: %s: %d bytes are free, and keep_free is %d: a block only comes where one of the "
+                "tier's own goes",
+                self.name, root.path, free, keep,
+            )  # fmt: skip
 
     def _start_root(self, root: Root, *, make: bool = False) -> list[DiskEntry]:
         """Open a directory and enter what it holds; returns what is to be verified."""
@@ -129,6 +149,7 @@ class DiskTier(Tier):
         runs = [_in_order(index.namespace(*name), found) for name, found in scan.blocks.items()]
         merged = heapq.merge(*runs, key=itemgetter(0))
         loaded = index.load(((home, key, nbytes) for _, home, key, nbytes in merged), root.number)
+        self._state.problems.end(root.path, "down")
         self._state.retry_removals()
         if scan.temporaries or scan.foreign_count or scan.errors:
             _log.info(
@@ -144,10 +165,17 @@ class DiskTier(Tier):
         while (above := self._state.index.used_nbytes - self.options.capacity_nbytes) > 0:
             victims = self._state.index.evict(above)
             if victims is None:
-                _log.warning("tier %s: %d bytes above the capacity, and none its own", self.name, above)
+                _log.warning(
+                    "tier %s: capacity is %d bytes, and folders and files that are no blocks take %d of it: "
+                    "no block is stored; raise it, or remove what is not the tier's",
+                    self.name, self.options.capacity_nbytes, self._overhead_nbytes(),
+                )  # fmt: skip
                 return
             for entry in victims:
                 self._state.remove(entry)
+
+    def _overhead_nbytes(self) -> int:
+        return sum(root.overhead_nbytes for root in self._state.roots)
 
     def _choose_direct(self, root: Root) -> None:
         mode = self.options.direct
@@ -176,6 +204,19 @@ class DiskTier(Tier):
         index.told, index.template = namespace, template
         reader = BlockReader(self._state.files, namespace, template)
         self._homes[namespace] = Home(namespace, index, template, reader)
+        self._compare_block(namespace, template)
+
+    def _compare_block(self, namespace: TierNamespace, template: HeaderTemplate) -> None:
+        """Tell of blocks that can never be stored."""
+        needed, other = least_room(template.file_nbytes), self._overhead_nbytes()
+        capacity = self.options.capacity_nbytes
+        if needed + other > capacity:
+            text = (
+                f"a block takes {needed} bytes with header and folders; capacity is {capacity}, of which "
+                f"folders and files that are no blocks take {other}: none is stored"
+            )
+            self._notes[f"{namespace.spec.model} {namespace.namespace_id.hex()[:16]}…"] = text
+            _log.warning("tier %s: %s: %s", self.name, namespace.spec.model, text)
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`. From memory; the deadline has no effect."""
@@ -293,7 +334,7 @@ class DiskTier(Tier):
             quarantined_nbytes=sum(root.quarantined_nbytes for root in state.roots),
             healthy=not problems,
             counters=state.counters(),
-            status={**status, **problems},
+            status={**status, **self._notes, **problems},
         )
 
     def wait_verified(self, *, deadline: float) -> bool:

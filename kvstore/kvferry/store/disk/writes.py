@@ -19,7 +19,7 @@ from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.state import DiskState, Home
 from kvferry.store.tier import BlockWrite, WriteOutcome, WriteResult
 
-__all__ = ["Writes"]
+__all__ = ["Writes", "least_room"]
 
 _FOLDER_SLACK: Final = 8 << 10  # a folder grows by a file's name
 _NEW_FOLDER_SLACK: Final = 32 << 10  # folders of tenant, namespace and shard, and their parents grow
@@ -27,6 +27,11 @@ _MAX_ROUNDS: Final = 4
 _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 # Something else is in the place of this file, or of its folder: others can be written.
 _IN_THE_WAY: Final = frozenset((errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY))
+
+
+def least_room(file_nbytes: int) -> int:
+    """Bytes of the capacity that the first block of a namespace needs, with its folders."""
+    return file_nbytes + _NEW_FOLDER_SLACK
 
 
 class Writes:
@@ -82,6 +87,10 @@ class Writes:
         root = self._choose_root(block.key, nbytes)
         if root is None:
             return WriteResult(WriteOutcome.FAILED, "no directory is up"), None
+        if state.is_lost(root):
+            return WriteResult(WriteOutcome.FAILED, f"{root.path}: the directory is down"), None
+        if why := root.why_no_writes:
+            return WriteResult(WriteOutcome.FAILED, f"{root.path}: {why}"), None
         if root.is_full_for(nbytes):
             return WriteResult(WriteOutcome.FAILED, f"{root.path}: the device is full"), None
         looks = root.is_tight or state.options.keep_free_nbytes > 0
@@ -348,10 +357,11 @@ class Writes:
             return WriteResult(WriteOutcome.FAILED, f"{root.path}: the directory is down")
         if error.errno in _FULL:
             root.mark_full(error, nbytes, looked=looked)
+            root.write_failed(error)
             state.wake()  # to see when it has room again
         elif error.errno in _IN_THE_WAY:
             state.problems.incident("something is in the way of a block", reason)
         else:
-            root.suspend_writes()
-            state.problems.begin(root.path, "writes fail", reason_of(error))
+            root.write_failed(error)
+            state.wake()  # to see when it works again
         return WriteResult(WriteOutcome.FAILED, reason)

@@ -1,0 +1,118 @@
+"""Corrupt files of one directory, put out of the way and kept for a look, within a bound."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvferry.core.keys import BlockKey
+from kvferry.store.disk import names
+from kvferry.store.disk.files import Files, is_gone, reason_of
+from kvferry.store.disk.folders import OpenFolder, disk_nbytes
+from kvferry.store.disk.problems import Problems
+
+__all__ = ["Quarantine"]
+
+
+class Quarantine:
+    """The folder ``.quarantine`` of one directory. Thread safe.
+
+    Args:
+        files: System calls.
+        problems: Where what goes wrong is told.
+        charge: Told of bytes taken up (negative: given back).
+        max_nbytes: The bound.
+
+    Attributes:
+        nbytes: What it takes up.
+    """
+
+    def __init__(
+        self, files: Files, problems: Problems, charge: Callable[[int], None], max_nbytes: int
+    ) -> None:
+        self.nbytes = 0
+        self._files = files
+        self._problems = problems
+        self._charge = charge
+        self._max_nbytes = max_nbytes
+        self._lock = threading.Lock()
+        self._held: deque[tuple[str, int]] = deque()
+        self._serial = time.time_ns()
+
+    def reset(self, found: list[tuple[str, int]]) -> None:
+        """What lies there, name and bytes, the oldest first; charged by the caller."""
+        with self._lock:
+            self._held = deque(found)
+            self.nbytes = sum(nbytes for _, nbytes in found)
+
+    def put(self, root: int, folder: OpenFolder, namespace_id: bytes, key: BlockKey, nbytes: int) -> int:
+        """Put a corrupt file out of the way: in here, or away if this cannot hold it.
+
+        Args:
+            root: Descriptor of the directory.
+            folder: Where the file lies.
+            namespace_id: Of which namespace.
+            key: Its key.
+            nbytes: What is counted for it.
+
+        Returns:
+            The bytes that the caller need not count any more; 0 if the file could not be moved or removed.
+        """
+        name = names.block_name(key)
+        with self._lock:
+            self._serial += 1
+            target = f"{key.hex()}.{namespace_id.hex()[:16]}.{self._serial:x}.bad"
+        try:
+            now = disk_nbytes(self._files.status_of(name, folder.fd))  # it may have been tampered with
+            if now <= self._max_nbytes:
+                self._move(root, folder, name, target)
+        except OSError as error:
+            if is_gone(error):
+                return nbytes
+            now = self._max_nbytes + 1  # it cannot be moved: maybe it can be removed
+        if now > self._max_nbytes:
+            return nbytes if self._unlink(folder, name) else 0
+        with self._lock:
+            self._held.append((target, now))
+            self.nbytes += now
+        self._charge(now)
+        self._trim(root)
+        return nbytes
+
+    def _unlink(self, folder: OpenFolder, name: str) -> bool:
+        try:
+            self._files.unlink(name, folder.fd)
+        except OSError as error:
+            if not is_gone(error):
+                self._problems.incident("quarantine", f"{name} cannot be removed: {reason_of(error)}")
+                return False
+        return True
+
+    def _move(self, root: int, folder: OpenFolder, name: str, target: str) -> None:
+        if self._files.make_folder(names.QUARANTINE_NAME, root):
+            self._charge(4096)
+        fd = self._files.open_folder(names.QUARANTINE_NAME, root)
+        try:
+            self._files.rename(name, folder.fd, target, fd)
+        finally:
+            self._files.close(fd)
+
+    def _trim(self, root: int) -> None:
+        """Remove the oldest until the rest is within the bound."""
+        while True:
+            with self._lock:
+                if self.nbytes <= self._max_nbytes or not self._held:
+                    return
+                name, nbytes = self._held.popleft()
+                self.nbytes -= nbytes
+            fd = self._files.open_folder(names.QUARANTINE_NAME, root)
+            try:
+                self._files.unlink(name, fd)
+            except OSError as error:
+                if not is_gone(error):
+                    continue  # its bytes stay charged
+            finally:
+                self._files.close(fd)
+            self._charge(-nbytes)
