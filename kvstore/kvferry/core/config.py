@@ -178,7 +178,8 @@ class DecodeConfig(Section):
         default="tcp://127.0.0.1:8430", description="Where it takes requests."
     )
     kv_listen: Annotated[str | None, Url(0)] = Field(
-        default=None, description="Where it takes KV; any free port on the host of decode.listen if none."
+        default=None,
+        description="Where it takes KV; a free port beside decode.listen if none (unix: its path with .kv).",
     )
     max_running: int = Field(default=16, ge=1, le=4096, description="Requests decoded side by side.")
     max_queue: int = Field(default=64, ge=1, le=65536, description="Requests waiting before one is refused.")

@@ -39,6 +39,7 @@ class SplitDeployment:
         settings: ``key=value`` of the configuration, for all three.
         decode_settings: For the decode worker only.
         prefill_settings: For the prefill worker only.
+        sockets: Folder where the workers listen on ``unix`` sockets instead of ports; its path is short.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class SplitDeployment:
         *,
         decode_settings: Sequence[str] = (),
         prefill_settings: Sequence[str] = (),
+        sockets: Path | None = None,
     ) -> None:
+        self._sockets = sockets
         self._words = ["--model", str(model), *_sets(settings)]
         self._decode_words = _sets(decode_settings)
         self._prefill_words = _sets(prefill_settings)
@@ -60,9 +63,8 @@ class SplitDeployment:
 
     def __enter__(self) -> SplitDeployment:
         try:
-            loopback = "tcp://127.0.0.1:0"
-            self.decode = self.start_decode(loopback)
-            self.prefill = self.start_prefill(loopback)
+            self.decode = self.start_decode(self._free_address("decode"))
+            self.prefill = self.start_prefill(self._free_address("prefill"))
             ready = self.decode.wait_ready()
             self.addresses |= {"decode": ready["listen"], "kv": ready["kv"]}
             self.addresses["prefill"] = self.prefill.wait_ready()["listen"]
@@ -77,6 +79,9 @@ class SplitDeployment:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+
+    def _free_address(self, role: str) -> str:
+        return "tcp://127.0.0.1:0" if self._sockets is None else f"unix://{self._sockets}/{role}"
 
     def _start(self, *words: str) -> Command:
         return self._stack.enter_context(Command(*words))

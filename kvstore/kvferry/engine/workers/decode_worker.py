@@ -328,8 +328,10 @@ class DecodeWorker:
 
 
 def _kv_url(config: Config) -> str:
-    """Where KV is taken: as configured, or any free port of the host that takes requests."""
+    """Where KV is taken: as configured, or any free port of the host, or a path beside that, for requests."""
     if config.decode.kv_listen is not None:
         return config.decode.kv_listen
     address = parse_url(config.decode.listen)
+    if address.path:
+        address = replace(address, path=f"{address.path}.kv")
     return address.url if address.port is None else replace(address, port=0).url
