@@ -24,7 +24,7 @@ class SettledStore(TieredStore):
     def _stored(self, blocks: Sequence[Block], deadline: float) -> None:
         super()._stored(blocks, deadline)
 
-        while not all(writer.idle for writer in self._at_commit):
+        while not all(writer.idle for writer in self._down.at_commit):
             assert self._cond.wait(10)
 
 

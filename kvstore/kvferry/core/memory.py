@@ -17,6 +17,7 @@ from kvferry.core.leases import LeaseState, SlotLease, SlotReadLease, SlotWriteL
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.pool import BlockPool, Fill
+from kvferry.core.room import NOTHING_BELOW, Below, extended_chain, quota_shortage, room_shortage
 from kvferry.core.segments import Slot
 from kvferry.core.session_store import SessionStore
 from kvferry.core.sessions import Session
@@ -172,6 +173,7 @@ class MemoryStore:
     def end_read(self, lease: SlotReadLease) -> bool:
         """See :meth:`SlotReadLease.release`."""
         with self._cond:
+            self._count_expired()
             if lease.state is LeaseState.ENDED:
                 return False
             self._pool.close_read(lease, LeaseState.ENDED, "it was released")
@@ -208,6 +210,7 @@ class MemoryStore:
             return len(stored), read
 
     def _require_publishable(self, lease: SlotWriteLease) -> None:
+        self._count_expired()
         try:
             lease.require_active()
             if lease.session.ended:
@@ -223,6 +226,7 @@ class MemoryStore:
     def abort_write(self, lease: SlotWriteLease) -> None:
         """See :meth:`SlotWriteLease.abort`."""
         with self._cond:
+            self._count_expired()
             if lease.state is not LeaseState.ENDED:
                 self._pool.abort(lease, "it was aborted")
                 self._cond.notify_all()
@@ -274,9 +278,9 @@ class MemoryStore:
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, deadline: float
     ) -> SlotWriteLease:
         parents = dict(zip(keys, [parent, *keys], strict=False))
-        below = self._below(namespace, parents)
+        asked = self._below(namespace, parents)
         with self._cond:
-            missing, slots, now = self._take_slots(namespace, parents, below, deadline)
+            missing, slots, now = self._take_slots(namespace, parents, asked, deadline)
             fill = Fill(namespace.namespace_id, tuple([parents[k] for k in missing]), deadline)
             return self._pool.open_write(
                 namespace.session, namespace.spec, fill, missing, slots, now + self.lease_s
@@ -291,9 +295,9 @@ class MemoryStore:
     ) -> int:
         """Slots, copy, publish. Without a lease: nobody learns of the slots before their blocks are whole."""
         session, pool, nbytes = namespace.session, self._pool, namespace.slot_nbytes
-        below = self._below(namespace, parents)
+        asked = self._below(namespace, parents)
         with self._lock:
-            missing, slots, _ = self._take_slots(namespace, parents, below, deadline)
+            missing, slots, _ = self._take_slots(namespace, parents, asked, deadline)
             if not missing:
                 return 0
             pool.begin_save(session, len(slots) * nbytes)
@@ -321,73 +325,61 @@ class MemoryStore:
         self,
         namespace: MemoryNamespace,
         parents: dict[BlockKey, BlockKey | None],
-        below: Collection[BlockKey],
+        asked: Below,
         deadline: float,
     ) -> tuple[list[BlockKey], list[Slot], float]:
         """Keys that are not stored, a slot for each, and the time; gives the lock up while it waits."""
-        pool, ns, nbytes = self._pool, namespace.namespace_id, namespace.slot_nbytes
+        pool, ns = self._pool, namespace.namespace_id
         while True:
             now = self._begin(namespace.session, processes=True)
             index = pool.indexes.get(ns)
             stored = {} if index is None else index.entries
-            missing = [k for k in parents if k not in stored and k not in below]
-            shortage = self._quota_shortage(namespace, len(missing))
+            missing = [k for k in parents if k not in stored and k not in asked.held]
+            if asked.keys is not None and not asked.keys.issuperset(missing):
+                asked = self._ask_again(namespace, missing, asked)  # what was in memory is perhaps only below
+                continue
+            shortage = quota_shortage(pool, namespace, len(missing), self.write_quota_nbytes)
             if shortage is None:
-                slots = pool.allocate(
-                    len(missing), namespace.block_nbytes, nbytes, lambda: self._extended_chain(ns, parents)
-                )
+                slots = self._allocate(namespace, parents, len(missing))
                 if slots is not None:
                     if len(missing) < len(parents):
-                        pool.touch([b for k in parents if (b := pool.get(ns, k)) is not None])
+                        present = [b for k in parents if (b := pool.get(ns, k)) is not None]
+                        pool.touch(present)
+                        self._saved_again(present)
                     return missing, slots, now
-                shortage = self._room_shortage(namespace, parents, len(missing))
+                chain = self._only_here(extended_chain(pool, ns, parents), soon=True)
+                shortage = room_shortage(pool, namespace, len(missing), chain)
             message, may_end = shortage
             if not may_end or now >= deadline:
                 raise CapacityError(message)
             self._wait_for_room(now, deadline)
 
+    def _ask_again(self, namespace: MemoryNamespace, missing: Sequence[BlockKey], asked: Below) -> Below:
+        """Ask slower tiers for further keys, without the lock."""
+        known = asked.keys or frozenset()
+        self._lock.release()
+        try:
+            more = self._below(namespace, [k for k in missing if k not in known])
+        finally:
+            self._lock.acquire()
+        return Below({*asked.held, *more.held}, known.union(missing))
+
+    def _allocate(
+        self, namespace: MemoryNamespace, parents: dict[BlockKey, BlockKey | None], count: int
+    ) -> list[Slot] | None:
+        """Slots, by evicting others, or else blocks of the same chain that are not lost by it."""
+        ns, size = namespace.namespace_id, (count, namespace.block_nbytes, namespace.slot_nbytes)
+        slots = self._pool.allocate(*size, lambda: extended_chain(self._pool, ns, parents))
+        if slots is None:
+            chain = extended_chain(self._pool, ns, parents)
+            kept = self._only_here(chain)
+            if len(kept) < len(chain):
+                slots = self._pool.allocate(*size, lambda: kept)
+        return slots
+
     def _wait_for_room(self, now: float, deadline: float) -> None:
         change = self._pool.next_change(now)
         self._cond.wait(max(0.0, min(deadline, deadline if change is None else change) - now))
-
-    def _extended_chain(self, ns: bytes, parents: dict[BlockKey, BlockKey | None]) -> set[Block]:
-        """Stored blocks of the chain that a reservation extends, up to its head."""
-        index = self._pool.indexes.get(ns)
-        if index is None or not parents:
-            return set()
-        found = {b for k in parents if (b := index.entries.get(k)) is not None}
-        return found.union(index.chain(next(iter(parents.values()))))
-
-    def _quota_shortage(self, namespace: MemoryNamespace, count: int) -> tuple[str, bool] | None:
-        needed = count * namespace.slot_nbytes
-        held = self._pool.writes.session_nbytes(namespace.session)
-        if held + needed <= self.write_quota_nbytes:
-            return None
-        message = (
-            f"session {namespace.session.name} asked for {needed} bytes of slots and has {held} bytes "
-            f"reserved or in quarantine; its write quota is {self.write_quota_nbytes} bytes; commit or "
-            "abort first, or raise write_quota_nbytes"
-        )
-        return message, needed <= self.write_quota_nbytes
-
-    def _room_shortage(
-        self, namespace: MemoryNamespace, parents: dict[BlockKey, BlockKey | None], count: int
-    ) -> tuple[str, bool]:
-        """Why there is no room, and whether the end of some lease or pin could change that."""
-        pool, arena = self._pool, self.arena
-        needed = count * namespace.slot_nbytes
-        chain = self._extended_chain(namespace.namespace_id, parents)
-        chain_nbytes = len(chain) * namespace.slot_nbytes
-        chain_held = sum(b.nbytes for b in chain if b.holds)
-        others_held = self._pinned_nbytes() + pool.quarantined_nbytes - chain_held
-        message = (
-            f"no room for {count} blocks of {namespace.spec.block_nbytes} bytes, asked {needed} bytes in "
-            f"whole pages: {arena.free_nbytes} of {arena.capacity_nbytes} bytes free, "
-            f"{self._pinned_nbytes()} pinned by leases, pins and reservations, "
-            f"{pool.quarantined_nbytes} in quarantine, {chain_nbytes} of the chain that is being "
-            "extended; release leases or raise the capacity"
-        )
-        return message, needed + chain_nbytes <= arena.capacity_nbytes and others_held > 0
 
     def _prefetch(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:
         """There is no slower tier: nothing to do."""
@@ -434,9 +426,16 @@ class MemoryStore:
     def _namespace(self, session: Session, spec: KVSpec, scope: KeyScope) -> MemoryNamespace:
         return MemoryNamespace(self, session, spec, scope)
 
-    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> Collection[BlockKey]:  # noqa: ARG002
-        """Those of ``keys`` that a slower tier holds, so that they need not be saved; without the lock."""
-        return ()
+    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> Below:  # noqa: ARG002
+        """Which of ``keys`` slower tiers hold, so that they need not be saved; without the lock."""
+        return NOTHING_BELOW
+
+    def _only_here(self, blocks: set[Block], *, soon: bool = False) -> set[Block]:  # noqa: ARG002
+        """Those that would be lost if they were evicted; with ``soon``, also after the copies under way."""
+        return blocks
+
+    def _saved_again(self, blocks: Sequence[Block]) -> None:
+        """Blocks that memory holds are among those that somebody saves; under the lock."""
 
     def _stored(self, blocks: Sequence[Block], deadline: float) -> None:
         """New blocks were saved; under the lock, which it may give up while it waits until ``deadline``."""
@@ -455,8 +454,13 @@ class MemoryStore:
             self._cond.notify_all()
         return now
 
+    def _count_expired(self) -> None:
+        """A lease that is ended past its deadline counts as expired, though nobody looked before."""
+        if not self._closed:
+            self._sweep()
+
     def _pinned_nbytes(self) -> int:
-        return self._pool.held_nbytes + self._pool.forgotten_nbytes + self._pool.reserved_nbytes
+        return self._pool.pinned_nbytes
 
     def _require_open(self) -> None:
         if self._closed:

@@ -67,6 +67,11 @@ class BlockPool(BlockTable):
         """Slots of active write leases, and of saves that are being copied."""
         return self.arena.used_nbytes - self.stored_nbytes - self.forgotten_nbytes - self.quarantined_nbytes
 
+    @property
+    def pinned_nbytes(self) -> int:
+        """What can't be evicted, beside what is in quarantine."""
+        return self.held_nbytes + self.forgotten_nbytes + self.reserved_nbytes
+
     # ---- leases ------------------------------------------------------------------------------
 
     def open_read(

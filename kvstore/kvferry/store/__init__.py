@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvferry.store.groups import restorable
 from kvferry.store.level import LevelOptions
 from kvferry.store.open import open_store
+from kvferry.store.options import StoreOptions
 from kvferry.store.tier import (
     UNKNOWN_PARENT,
     BlockRead,
@@ -21,7 +22,7 @@ from kvferry.store.tier import (
     WriteOutcome,
     WriteResult,
 )
-from kvferry.store.tiered import StoreOptions, TieredStore
+from kvferry.store.tiered import TieredStore
 
 __all__ = [
     "UNKNOWN_PARENT",

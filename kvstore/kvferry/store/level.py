@@ -119,7 +119,7 @@ class Level:
         )
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._lock = threading.Lock()
-        self._masked: Counter[tuple[bytes, BlockKey]] = Counter()
+        self._masked: Counter[tuple[bytes, BlockKey | None]] = Counter()  # ``None``: all of the namespace
         self._undead: set[tuple[bytes, BlockKey]] = set()  # could not be removed: never shown again
         self._told = False
 
@@ -152,15 +152,15 @@ class Level:
 
     # ---- removed blocks that are not gone yet ------------------------------------------------------
 
-    def mask(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> None:
-        """Do not show ``keys`` until :meth:`unmask` was called as often: their removal is under way."""
+    def mask(self, namespace_id: bytes, keys: Sequence[BlockKey] | None) -> None:
+        """Do not show ``keys``, or all of a namespace: they are being removed; ends with :meth:`unmask`."""
         with self._lock:
-            self._masked.update((namespace_id, key) for key in keys)
+            self._masked.update((namespace_id, key) for key in (keys if keys is not None else (None,)))
 
-    def unmask(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> None:
+    def unmask(self, namespace_id: bytes, keys: Sequence[BlockKey] | None) -> None:
         """End one :meth:`mask`."""
         with self._lock:
-            for key in keys:
+            for key in keys if keys is not None else (None,):
                 name = (namespace_id, key)
                 self._masked[name] -= 1
                 if self._masked[name] <= 0:
@@ -171,6 +171,16 @@ class Level:
         if self._undead:
             with self._lock:
                 self._undead.difference_update((namespace_id, key) for key in keys)
+
+    def _hidden(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+        """Those of ``keys`` that are not shown."""
+        if not self._masked and not self._undead:
+            return frozenset()
+        with self._lock:
+            if (namespace_id, None) in self._masked:
+                return frozenset(keys)
+            names = ((namespace_id, key) for key in keys)
+            return frozenset(n[1] for n in names if n in self._masked or n in self._undead)
 
     # ---- verbs -------------------------------------------------------------------------------------
 
@@ -190,19 +200,26 @@ class Level:
         if found is None:
             self.reads.leave(failures=1, successes=0, reason=f"{self.name} could not tell what it holds")
             return nothing
-        if self._masked or self._undead:
-            with self._lock:
-                ns, masked, undead = namespace.namespace_id, self._masked, self._undead
-                return [
-                    f and (ns, k) not in masked and (ns, k) not in undead
-                    for f, k in zip(found, keys, strict=True)
-                ]
+        hidden = self._hidden(namespace.namespace_id, keys)
+        if hidden:
+            return [f and k not in hidden for f, k in zip(found, keys, strict=True)]
         return found
 
     def read(
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
     ) -> list[ReadResult]:
-        """Read blocks; one result a block."""
+        """Read blocks; one result a block. One that is being removed is a miss, though it was seen."""
+        hidden = self._hidden(namespace.namespace_id, [block.key for block in blocks])
+        if not hidden:
+            return self._read(namespace, blocks, deadline)
+        shown = [block for block in blocks if block.key not in hidden]
+        results = iter(self._read(namespace, shown, deadline) if shown else ())
+        gone = ReadResult(ReadOutcome.MISS, "it is being removed")
+        return [gone if block.key in hidden else next(results) for block in blocks]
+
+    def _read(
+        self, namespace: TierNamespace, blocks: Sequence[BlockRead], deadline: float
+    ) -> list[ReadResult]:
         if not self.reads.enter():
             self.count("read_skipped", len(blocks))
             return [ReadResult(ReadOutcome.FAILED, "its breaker for reads is open")] * len(blocks)
@@ -248,6 +265,7 @@ class Level:
                 self._undead.update((namespace.namespace_id, key) for key in keys)
             self.count("remove_failed", len(keys))
             return [False] * len(keys)
+        self.written(namespace.namespace_id, keys)  # nothing is left that would have to be hidden
         return found
 
     def forget(self, namespace: TierNamespace) -> None:

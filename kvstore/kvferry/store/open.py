@@ -9,9 +9,10 @@ from kvferry.core.registry import Registry
 from kvferry.core.sessions import Session
 from kvferry.core.tenants import check_tenant
 from kvferry.store.level import LevelOptions
+from kvferry.store.options import StoreOptions
 from kvferry.store.policies import admission_policy, eviction_policy, promotion_policy, write_policy
 from kvferry.store.tier import Tier
-from kvferry.store.tiered import StoreOptions, TieredStore
+from kvferry.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     from kvferry.core.config import StoreConfig

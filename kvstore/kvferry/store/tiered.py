@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
@@ -18,48 +18,22 @@ from kvferry.core.keys import BlockKey
 from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory import DRAM, MemoryStore
 from kvferry.core.memory_namespace import MemoryNamespace
-from kvferry.core.placement import ANYWHERE, Placement
-from kvferry.core.pool import Leave
+from kvferry.core.room import NOTHING_BELOW, Below
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.store.down import WayDown
 from kvferry.store.fetch import Fetcher
 from kvferry.store.level import Level, LevelOptions
+from kvferry.store.options import StoreOptions
 from kvferry.store.room import RoomKeeper
 from kvferry.store.tier import Tier, TierNamespace
-from kvferry.store.writer import TierWriter
 
 __all__ = ["StoreOptions", "TieredStore"]
 
 _LOG = logging.getLogger(__name__)
 _REMOVE_BATCH = 1024
 _COMPLETIONS = 4096
-_RECHECK_S = 0.5
-
-
-@dataclass(frozen=True)
-class StoreOptions:
-    """How a store works besides its tiers.
-
-    Attributes:
-        watermarks: (low, high) shares of memory: above ``high`` blocks are evicted in the background until
-            ``low`` is reached, so that saves find room at once. ``None``: only when a save needs room.
-        prefetch_jobs: Most prefetches that wait; further ones are dropped and counted.
-        prefetch_timeout_s: Longest time of one prefetch.
-        close_s: Seconds that ``close`` may take to write what is on its way to slower tiers.
-        placement: Where the memory comes from.
-    """
-
-    watermarks: tuple[float, float] | None = None
-    prefetch_jobs: int = 256
-    prefetch_timeout_s: float = 60.0
-    close_s: float = 10.0
-    placement: Placement = ANYWHERE
-
-    def __post_init__(self) -> None:
-        if self.watermarks is not None and not 0 <= self.watermarks[0] < self.watermarks[1] <= 1:
-            raise ConfigError(f"watermarks are {self.watermarks}; needs 0 <= low < high <= 1")
-        if self.prefetch_jobs < 1 or not self.prefetch_timeout_s > 0 or self.close_s < 0:
-            raise ConfigError("prefetch_jobs >= 1, prefetch_timeout_s > 0 and close_s >= 0 are needed")
+_DEFAULTS = StoreOptions()
 
 
 class TieredStore(MemoryStore):
@@ -94,7 +68,7 @@ class TieredStore(MemoryStore):
         write_quota_nbytes: int | None = None,
         session: Session | None = None,
         eviction: Callable[[int], EvictionPolicy] = LRUPolicy,
-        options: StoreOptions = StoreOptions(),
+        options: StoreOptions = _DEFAULTS,
     ) -> None:
         self._fetcher = Fetcher(self)
         self._closing = False
@@ -124,18 +98,12 @@ class TieredStore(MemoryStore):
 
     def _start(self) -> None:
         notify = self._cond.notify_all
-        self._writers = [TierWriter(level, self._pool, self._lock, notify) for level in self.levels]
-        self._at_commit = [w for w in self._writers if w.level.options.write.when == "commit"]
-        self._at_evict = [w for w in self._writers if w.level.options.write.when == "evict"]
-        self._on_use = [w for w in self._writers if w.level.options.admission.asks_on_use]
-        if self._at_evict:
-            self._pool.may_leave = self._may_leave
+        self._down = WayDown(self.levels, self._pool, self._lock, self._cond, self._spaces)
         self._room = None
         if self.options.watermarks is not None:
             self._room = RoomKeeper(self._pool, self._lock, notify, self.options.watermarks)
             self._room.start()
-        for writer in self._writers:
-            writer.start()
+        self._down.start()
 
     # ---- the BlockStore ----------------------------------------------------------------------
 
@@ -158,9 +126,9 @@ class TieredStore(MemoryStore):
         """
         with self._cond:
             self._require_open()
-            if not self._drain(deadline):
+            if not self._down.drain(deadline):
                 return False
-            lost = sum(writer.lost_blocks for writer in self._writers)
+            lost = self._down.lost_blocks
             whole, self._lost_told = lost == self._lost_told, lost
         for level in self.levels:
             whole = level.flush(deadline) and whole
@@ -175,7 +143,7 @@ class TieredStore(MemoryStore):
         if not found.per_tier or not self.levels:
             return found
         per_tier = {name: dict(values) for name, values in found.per_tier.items()}
-        for level, writer in zip(self.levels, self._writers, strict=True):
+        for level, writer in zip(self.levels, self._down.writers, strict=True):
             per_tier[level.name] = {
                 "queued_nbytes": float(writer.queued_nbytes),
                 "lost_blocks": float(writer.lost_blocks),
@@ -192,13 +160,12 @@ class TieredStore(MemoryStore):
             self._closing = True
             self._cond.notify_all()
             deadline = time.monotonic() + self.options.close_s
-            if not self._drain(deadline):
-                left = sum(writer.queued_nbytes for writer in self._writers)
+            if not self._down.drain(deadline):
                 _LOG.warning(
-                    "closed with %d bytes not written to slower tiers after %g s", left, self.options.close_s
-                )
-            for writer in self._writers:
-                writer.stop()
+                    "closed with %d bytes not written to slower tiers after %g s",
+                    self._down.queued_nbytes, self.options.close_s,
+                )  # fmt: skip
+            self._down.stop()
         for level in self.levels:
             level.flush(max(deadline, time.monotonic() + 1))
             level.close()  # what still runs in it fails now
@@ -206,9 +173,7 @@ class TieredStore(MemoryStore):
             self._room.close()
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
-        for writer in self._writers:
-            if not writer.join(time.monotonic() + 5.0):
-                _LOG.warning("tier %s does not end its last write; its thread is left", writer.level.name)
+        self._down.join(5.0)
         super().close()
 
     # ---- called by namespaces --------------------------------------------------------------------
@@ -248,11 +213,13 @@ class TieredStore(MemoryStore):
 
     def _locate(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> dict[BlockKey, Level]:
         """The fastest slower tier of each key that is not in memory; without the lock."""
+        return self._locate_missing(namespace, self._not_in_memory(namespace, keys))
+
+    def _not_in_memory(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> list[BlockKey]:
         with self._cond:
             index = self._pool.indexes.get(namespace.namespace_id)
             stored = {} if index is None else index.entries
-            missing = [key for key in keys if key not in stored]
-        return self._locate_missing(namespace, missing)
+            return [key for key in keys if key not in stored]
 
     def _locate_missing(
         self, namespace: MemoryNamespace, missing: Sequence[BlockKey]
@@ -266,15 +233,17 @@ class TieredStore(MemoryStore):
             missing = [key for key, is_held in zip(missing, held, strict=True) if not is_held]
         return found
 
-    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> Collection[BlockKey]:
-        return self._locate(namespace, list(keys)) if self.levels else ()
+    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> Below:
+        if not self.levels:
+            return NOTHING_BELOW
+        missing = self._not_in_memory(namespace, keys)
+        return Below(self._locate_missing(namespace, missing), frozenset(missing))
 
     def _load(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float) -> SlotReadLease:
         with self._cond:
             now = self._begin(namespace.session)
             blocks = self._pool.prefix(namespace.namespace_id, keys)
-            if self._on_use:
-                self._used(blocks)
+            self._down.used(blocks)
             if len(blocks) == len(keys) or not self.levels:
                 self._pool.touch(blocks)
                 return self._pool.open_read(namespace.session, namespace.spec, blocks, now + self.lease_s)
@@ -345,136 +314,54 @@ class TieredStore(MemoryStore):
 
     def _remove(self, namespace: MemoryNamespace, keys: Sequence[BlockKey] | None) -> int:
         ns = namespace.namespace_id
+        keys = None if keys is None else list(dict.fromkeys(keys))
         with self._cond:
             self._require_open()
-            for writer in self._writers:
-                writer.cancel(ns, keys)
+            for level in self.levels:
+                level.mask(ns, keys)  # a load that begins now must not bring up what is not removed yet
+            self._down.cancel(ns, keys)
             self._fetcher.cancel(ns, keys)
             gone = set(self._forget(ns, keys))
-        space = self._space(namespace)
-        for level in self.levels:
-            if keys is None:
-                level.forget(space)
-            chosen = level.entries(space) if keys is None else list(dict.fromkeys(keys))
-            for start in range(0, len(chosen), _REMOVE_BATCH):
-                batch = chosen[start : start + _REMOVE_BATCH]
-                held = level.remove(space, batch)
-                gone.update(key for key, was_held in zip(batch, held, strict=True) if was_held)
+        try:
+            gone.update(*(self._remove_from(level, namespace, keys) for level in self.levels))
+        finally:
+            for level in self.levels:
+                level.unmask(ns, keys)
         return len(gone)
 
-    # ---- the way down; under the lock ------------------------------------------------------------
+    def _remove_from(
+        self, level: Level, namespace: MemoryNamespace, keys: Sequence[BlockKey] | None
+    ) -> list[BlockKey]:
+        space = self._space(namespace)
+        if keys is None:
+            level.forget(space)
+        chosen = level.entries(space) if keys is None else keys
+        gone: list[BlockKey] = []
+        for start in range(0, len(chosen), _REMOVE_BATCH):
+            batch = chosen[start : start + _REMOVE_BATCH]
+            held = level.remove(space, batch)
+            gone.extend(key for key, was_held in zip(batch, held, strict=True) if was_held)
+        return gone
 
-    def _stored(self, blocks: Sequence[Block], deadline: float) -> None:
-        """Blocks were saved: queue them for the tiers that get them at once."""
-        if self._room is not None:
-            self._room.look()
-        for writer in self._at_commit:
-            options, late = writer.level.options, list[Block]()
-            for block in blocks:
-                if not options.admission.admit(block.index.namespace_id, block.key):
-                    continue
-                if not late and self._put(writer, block):
-                    continue
-                if options.write.full == "wait" and writer.level.writes.ready:
-                    self._pool.hold(block)
-                    late.append(block)
-                else:
-                    writer.drop(1, block.nbytes)
-            for block in late:
-                self._put_late(writer, block, deadline)
-
-    def _put(self, writer: TierWriter, block: Block) -> bool:
-        if not writer.level.writes.ready or not writer.has_place(block.nbytes):
-            return False
-        writer.put(self._spaces[block.index.namespace_id], block)
-        return True
-
-    def _put_late(self, writer: TierWriter, block: Block, deadline: float) -> None:
-        """Queue a held block as soon as there is a place; dropped at the deadline."""
-        while block.stored and not self._closing and writer.level.writes.ready:
-            now = time.monotonic()
-            if writer.has_place(block.nbytes) or now >= deadline:
-                break
-            self._cond.wait(min(deadline - now, _RECHECK_S))
-        if block.stored and not self._put(writer, block):
-            writer.drop(1, block.nbytes)
-        self._pool.drop(block)
-        self._cond.notify_all()
-
-    def _used(self, blocks: Sequence[Block]) -> None:
-        """Blocks in memory were used: tiers that admit on use may want them now."""
-        for writer in self._on_use:
-            admit = writer.level.options.admission.admit
-            for block in blocks:
-                unseen = not block.places & writer.level.bit and not writer.is_queued(block)
-                wanted = unseen and admit(block.index.namespace_id, block.key)
-                if wanted and writer in self._at_commit:
-                    self._put(writer, block)
-
-    def _came_up(self, blocks: Sequence[Block]) -> None:
-        """Blocks were read from a slower tier and stay: tiers in between may get them too."""
-        for writer in self._at_commit:
-            for block in blocks:
-                if writer.level.bit < block.places and writer.level.options.admission.admit(
-                    block.index.namespace_id, block.key
-                ):
-                    self._put(writer, block)
-
-    def _may_leave(self, block: Block) -> Leave:
-        """Asked by the pool before it evicts: tiers that get blocks on eviction get it first."""
-        chosen: list[TierWriter] = []
-        for writer in self._at_evict:
-            options = writer.level.options
-            if block.places & writer.level.bit:
-                continue
-            if not writer.level.writes.ready:
-                writer.drop(1, block.nbytes)
-            elif writer.has_place(block.nbytes):
-                if options.admission.admit(block.index.namespace_id, block.key):
-                    chosen.append(writer)
-            elif options.write.full == "wait":
-                return Leave.NOT_YET
-            else:
-                writer.drop(1, block.nbytes)
-        for writer in chosen:
-            writer.put(self._spaces[block.index.namespace_id], block, leaving=True)
-        return Leave.COPIED_FIRST if chosen else Leave.NOW
+    # ---- under the lock --------------------------------------------------------------------------
 
     @property
     def _copying(self) -> bool:
-        return not all(writer.idle for writer in self._writers)
+        return not self._down.idle
 
-    def _drain(self, deadline: float) -> bool:
-        """Wait until all queues are empty, with what is written on eviction; ``False`` at the deadline."""
-        todo = [(writer, block) for writer in self._at_evict for block in self._dirty(writer)]
-        todo.reverse()
-        while True:
-            while todo:
-                writer, block = todo[-1]
-                if block.stored and not block.places & writer.level.bit and not writer.is_queued(block):
-                    if writer.level.writes.ready and not writer.has_place(block.nbytes):
-                        break
-                    if not self._put(writer, block):
-                        writer.drop(1, block.nbytes)
-                todo.pop()
-            if not todo and not self._copying:
-                return True
-            now = time.monotonic()
-            if now >= deadline:
-                return False
-            self._cond.wait(min(deadline - now, _RECHECK_S))
+    def _stored(self, blocks: Sequence[Block], deadline: float) -> None:
+        if self._room is not None:
+            self._room.look()
+        self._down.stored(blocks, deadline)
 
-    def _dirty(self, writer: TierWriter) -> list[Block]:
-        """Blocks in memory that the tier should have and has not, heads first."""
-        admit = writer.level.options.admission.admit
-        return [
-            block
-            for index in self._pool.indexes.values()
-            for block in index.entries.values()
-            if not block.places & writer.level.bit and admit(index.namespace_id, block.key)
-        ]
+    def _saved_again(self, blocks: Sequence[Block]) -> None:
+        self._down.used(blocks)
 
-    # ---- under the lock ------------------------------------------------------------------------
+    def _came_up(self, blocks: Sequence[Block]) -> None:
+        self._down.came_up(blocks)
+
+    def _only_here(self, blocks: set[Block], *, soon: bool = False) -> set[Block]:
+        return self._down.only_here(blocks, soon=soon)
 
     def _require_open(self) -> None:
         if self._closing or self._closed:

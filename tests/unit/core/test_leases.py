@@ -148,6 +148,26 @@ def test_a_deadline_while_another_hand_writes() -> None:
     assert store.stats().used_nbytes == 0, "the transport's completion ends the quarantine"
 
 
+@pytest.mark.parametrize("end", ["release", "commit", "publish", "abort"])
+def test_a_lease_that_its_holder_ends_too_late_counts_as_expired(end: str) -> None:
+    store = MemoryStore(8 * N, lease_s=0.02)
+    lease = loaded(store) if end == "release" else reserved(store, store.session)
+    past(lease)
+    if end == "abort":
+        lease.abort()  # type: ignore[union-attr]
+    else:
+        with pytest.raises(LeaseExpiredError):
+            getattr(lease, end)()
+    stats = store.stats()
+    assert (stats.expired_leases, stats.leases, stats.pinned_nbytes, stats.quarantined_nbytes) == (1, 0, 0, 0)
+    in_time = reserved(store, store.session)
+    in_time.expires_at += 60
+    in_time.abort()
+    assert store.stats().expired_leases == 1
+    store.close()
+    in_time.abort()
+
+
 def test_the_session_process_may_still_write_after_the_transport_did() -> None:
     store = MemoryStore(8 * N, lease_s=0.02)
     lease = reserved(store, Session("client", pid=os.getpid()))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, ConfigError
 from kvferry.core.keys import BlockKey
 from kvferry.core.memory import DRAM
-from kvferry.store.level import LevelOptions
+from kvferry.store.level import Level, LevelOptions
 from kvferry.store.tiered import StoreOptions, TieredStore
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
 from kvferry.testing.fake_tier import FakeTier, Fault
@@ -203,3 +204,68 @@ def test_options_that_cannot_be_used_are_refused() -> None:
     ):
         with pytest.raises(ConfigError):
             call()
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_load_during_a_removal_does_not_bring_the_block_back(
+    make_store: MakeStore, everything: bool
+) -> None:
+    near, far = FakeTier("near"), FakeTier("far")
+    store = make_store(4, near, far)
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 1, 2)
+    save_blocks(ns, keys)
+    save_blocks(ns, chain(ns, 2, 2))
+    settle(store)
+    save_blocks(ns, chain(ns, 3, 4))
+    got: list[int] = []
+
+    def fault(verb: str, _key: BlockKey) -> None:
+        if verb == "remove":
+            got.append(loaded(ns, keys, 1.0))
+
+    near.fault = far.fault = fault
+    assert ns.lookup(keys).prefix == 2
+    assert (ns.clear() if everything else ns.remove(keys)) >= 2
+    assert set(got) == {0}
+    assert ns.lookup(keys).tiers == (None, None)
+
+
+def test_a_read_of_what_could_not_be_removed_is_a_miss_though_it_was_located_before(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = FakeTier()
+    store = make_store(4, tier)
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 1, 1)
+    save_blocks(ns, keys)
+    settle(store)
+    save_blocks(ns, chain(ns, 2, 4))
+    settle(store)
+    locate = store._locate
+
+    def located(*args: Any) -> dict[BlockKey, Level]:
+        found = locate(*args)
+        monkeypatch.undo()
+        tier.fault = lambda verb, _key: Fault.RAISE if verb == "remove" else None
+        ns.remove(keys)
+        return found
+
+    monkeypatch.setattr(store, "_locate", located)
+    assert loaded(ns, keys) == 0
+    assert ns.lookup(keys).tiers == (None,)
+
+
+def test_a_removal_that_succeeds_at_last_ends_the_hiding(make_store: MakeStore) -> None:
+    tier = FakeTier()
+    store = make_store(4, tier)
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 1, 1)
+    save_blocks(ns, keys)
+    settle(store)
+    tier.fault = lambda verb, _key: Fault.RAISE if verb == "remove" else None
+    ns.remove(keys)
+    tier.fault = lambda _verb, _key: None
+    assert ns.remove(keys) == 1
+    assert not store.levels[0]._undead
+    assert not store.levels[0]._masked

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, LeaseExpiredError, StoreError
 from kvferry.core.keys import BlockKey
 from kvferry.core.memory import DRAM
+from kvferry.core.room import Below
 from kvferry.core.sessions import Session
 from kvferry.store.level import LevelOptions
 from kvferry.store.policies import OnEvict, SecondHitAdmit, WriteBack, WriteThrough
@@ -179,6 +181,24 @@ def test_second_hit_admits_what_is_used_again(make_store: MakeStore) -> None:
     assert in_tier(store, ns, once + twice) == [False, False, True, True]
 
 
+@pytest.mark.parametrize("write", [WriteThrough, WriteBack, OnEvict])
+def test_second_hit_admits_what_is_saved_again(
+    make_store: MakeStore, write: type[WriteThrough | WriteBack | OnEvict]
+) -> None:
+    tier = FakeTier()
+    store = make_store(8, (tier, LevelOptions(write=write(), admission=SecondHitAdmit())))
+    ns = store.namespace(SPEC)
+    once, twice = chain(ns, 1, 2), chain(ns, 2, 2)
+    save_blocks(ns, once)
+    save_blocks(ns, twice)
+    assert save_blocks(ns, twice) == 0
+    if write is OnEvict:
+        save_blocks(ns, chain(ns, 3, 8))
+    assert settle(store)
+    held = in_tier(store, ns, once + twice)
+    assert held == [False, False, True, True]
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_removed_block_does_not_come_back_from_the_queue(make_store: MakeStore, again: bool) -> None:
     tier = FakeTier()
@@ -299,6 +319,52 @@ def test_c041_holds_never_go_below_zero(make_store: MakeStore) -> None:
     assert (stats.pinned_nbytes, stats.leases) == (0, 0)
     assert not store._pool._leaving
     assert store._pool.leaving_nbytes == 0
+
+
+def test_a_block_that_leaves_memory_during_a_save_is_not_saved_again(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in memory when the tiers were asked, and is only below when the slots are taken."""
+    tier = FakeTier()
+    store = make_store(4, tier)
+    ns = store.namespace(SPEC)
+    head, tail = chain(ns, 1, 2)
+    save_blocks(ns, [head])
+    settle(store)
+    asked = store._below
+
+    def below(*args: Any) -> Below:
+        found = asked(*args)
+        monkeypatch.undo()
+        save_blocks(ns, chain(ns, 2, 4))
+        settle(store)
+        assert ns.lookup([head]).tiers == ("fake",)
+        return found
+
+    monkeypatch.setattr(store, "_below", below)
+    assert save_blocks(ns, [head, tail]) == 1
+    assert ns.lookup([head, tail]).tiers == ("fake", DRAM)
+
+
+def test_a_block_removed_while_a_save_waits_does_not_reach_the_other_tiers(make_store: MakeStore) -> None:
+    near, far = FakeTier("near"), FakeTier("far")
+    store = make_store(8, (near, LevelOptions(queue_nbytes=N)), far)
+    ns = store.namespace(SPEC)
+    first, second = chain(ns, 1, 2)
+    near.gate.clear()
+    thread = threading.Thread(
+        target=lambda: save_blocks(ns, [first, second], seconds=30), name="kvferry-test"
+    )
+    thread.start()
+    wait_until(lambda: near.calls["write"] == 1)
+    ns.remove([first])
+    near.gate.set()
+    thread.join(30)
+    assert settle(store)
+    assert ns.lookup([first, second]).tiers == (None, DRAM)
+    assert in_tier(store, ns, [first, second], "near") == [False, True]
+    assert in_tier(store, ns, [first, second], "far") == [False, True]
+    assert store.stats().pinned_nbytes == 0
 
 
 def test_watermarks_make_room_in_the_background(make_store: MakeStore) -> None:
