@@ -89,3 +89,11 @@ class TestSpinningUnix(TestUnix):
 
     def listen_url(self) -> str:
         return f"unix://{self._path}/s?spin=50us"
+
+
+class TestTcpFourLanes(TransportSuite):
+    def transport(self) -> Transport:
+        return get_transport("tcp")
+
+    def listen_url(self) -> str:
+        return "tcp://127.0.0.1:0?lanes=4"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
@@ -233,6 +234,43 @@ class Arena:
         with self._lock:
             return [(s.data_fd, s.generations_fd) for s in self._segments]
 
+    @property
+    def shared(self) -> bool:
+        """Whether others may map the data writable; see :class:`Segment`."""
+        return self._shared
+
+    @property
+    def segment_count(self) -> int:
+        """How many segments there are now."""
+        return len(self._segments)
+
+    def export(self, first: int = 0, most: int | None = None) -> tuple[ArenaLayout, list[int]]:
+        """Segments to be passed on: at most ``most`` from number ``first`` on, as the caller's own copies.
+
+        Returns:
+            Their layout, and two descriptors a segment (data, generations), which the caller closes.
+
+        Raises:
+            StoreError: If the arena is closed, or this process may open no more files.
+        """
+        fds: list[int] = []
+        with self._lock:
+            if self._closed:
+                raise StoreError("the arena is closed")
+            segments = self._segments[first : None if most is None else first + most]
+            try:
+                for segment in segments:
+                    fds += [os.dup(segment.data_fd)]
+                    fds += [os.dup(segment.generations_fd)]
+            except OSError as error:
+                for fd in fds:
+                    os.close(fd)
+                raise StoreError(
+                    f"the descriptors of {len(segments)} segments cannot be copied: {error.strerror}; "
+                    "allow more open files (ulimit -n)"
+                ) from error
+            return ArenaLayout(self.tenant, self.epoch, tuple(s.info for s in segments)), fds
+
     def close(self) -> None:
         """Close all segments; the memory goes with the last view. A second call does nothing."""
         with self._lock:
@@ -325,6 +363,19 @@ class ArenaMap:
                 f"segment {info.segment} is tenant {info.tenant}'s, this map is {self.tenant}'s"
             )
         self._segments[info.segment] = MappedSegment(info, data_fd, generations_fd, writable=writable)
+
+    @property
+    def segments(self) -> int:
+        """How many segments are mapped."""
+        return len(self._segments)
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """Bytes of all segments that are mapped."""
+        return sum(segment.info.nbytes for segment in self._segments.values())
+
+    def __contains__(self, slot: Slot) -> bool:
+        return slot.segment in self._segments
 
     def view(self, slot: Slot) -> memoryview:
         """The bytes of ``slot``; tentative until :meth:`is_current` was true after the last read."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,18 +16,17 @@ from kvferry.core.clock import deadline_in, earliest, is_past, time_left
 from kvferry.core.errors import (
     ConnectError,
     ConnectionClosedError,
-    CorruptBlockError,
     KVFerryError,
     ProtocolError,
     TransferTimeoutError,
     TransportError,
     error_from_code,
 )
-from kvferry.transports.base import Connection
+from kvferry.transports.base import Connection, SharedMemoryConnection
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import Failure, Hello, Message, Welcome
 from kvferry.wire.options import ChannelOptions, Peer
-from kvferry.wire.payload import hash_into, pieces_of
+from kvferry.wire.payload import check_digest, hash_into, pieces_of
 from kvferry.wire.protocol import (
     TRAILER_NBYTES,
     MessageReceived,
@@ -126,7 +124,7 @@ class Channel:
         try:
             # Heard first: closing a socket with unread bytes may discard the answer on its way.
             channel._read_message(limit)
-            channel._send_frame(_failure(error), [], limit, 0)
+            channel._send_frame(Failure.of(error), [], limit, 0)
             connection.close()
         except KVFerryError:
             connection.abort()
@@ -156,7 +154,7 @@ class Channel:
         """Answer a peer that did send a hello; whoever sent garbage gets nothing."""
         if self._protocol.side is Side.SERVER and self._protocol.state is State.OFFERED:
             try:
-                self._send_frame(_failure(error), [], limit, 0)
+                self._send_frame(Failure.of(error), [], limit, 0)
                 self._connection.close()
             except KVFerryError:
                 self.abort()
@@ -169,34 +167,13 @@ class Channel:
         if isinstance(message, Failure):
             raise self._error_of(message)
         assert isinstance(message, Welcome)
-        # NTP's formula (RFC 5905, section 8): the error is half of the time that was spent on the way.
-        there, back = message.received_at - sent_at, message.sent_at - now
-        self._peer = Peer(
-            address=self.address,
-            role=message.role,
-            session=message.session,
-            epoch=message.epoch,
-            version=message.version,
-            capabilities=message.capabilities,
-            clock_offset=(there + back) / 2,
-            clock_error=abs(there - back) / 2,
-        )
+        self._peer = Peer.from_welcome(self.address, message, sent_at, now)
 
     def _await_hello(self, limit: float) -> None:
         hello = self._read_message(limit).message
         received_at = time.monotonic()
         assert isinstance(hello, Hello)
-        self._peer = Peer(
-            address=self.address,
-            role=hello.role,
-            session=hello.session,
-            epoch="",
-            version=self._protocol.version,
-            capabilities=hello.capabilities,
-            clock_offset=hello.sent_at - received_at,
-            clock_error=math.inf,
-            credential=hello.credential,
-        )
+        self._peer = Peer.from_hello(self.address, hello, self._protocol.version, received_at)
         welcome = self._options.welcome(self._protocol, received_at, time.monotonic())
         self._send_frame(welcome, [], limit, 0)
 
@@ -219,6 +196,16 @@ class Channel:
         return self._protocol.checksum
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether descriptors of memory can be passed along with frames."""
+        return isinstance(self._connection, SharedMemoryConnection)
+
+    @property
+    def peer_pid(self) -> int | None:
+        """Process id of the peer as the kernel knows it, if it does."""
+        return self._memory().peer_credentials[0] if self.shares_memory else None
+
+    @property
     def closed(self) -> bool:
         """Whether this end was closed, or aborted after an error."""
         return self._closed
@@ -238,27 +225,38 @@ class Channel:
     # ---- sending -----------------------------------------------------------------------------
 
     def send(
-        self, message: Message, payload: Sequence[Buf] = (), *, deadline: float, request_id: int = 0
+        self,
+        message: Message,
+        payload: Sequence[Buf] = (),
+        *,
+        deadline: float,
+        request_id: int = 0,
+        descriptors: Sequence[int] = (),
     ) -> None:
         """Send one frame.
 
         Args:
             message: What to send.
-            payload: Its payload, scattered; may be reused when the call returns.
+            payload: Scattered; may be reused when the call returns.
             deadline: By which everything was handed to the transport.
             request_id: Echoed by the peer in its answer.
+            descriptors: To be passed right behind the frame; the message says how many they are.
 
         Raises:
-            ProtocolError: If the message may not be sent or is over a limit; nothing was sent, and the
-                channel stays usable.
+            ProtocolError: If the message may not be sent or is over a limit, or descriptors cannot be
+                passed here (:attr:`shares_memory`); nothing was sent, and the channel stays usable.
             TransferTimeoutError: At the deadline; the connection is aborted if the frame had begun.
             ConnectionClosedError: If this end or the peer closed it.
         """
         views = [view for view in map(as_bytes_view, payload) if len(view)]
+        memory = self._memory() if descriptors else None
         if not self._send_lock.acquire(timeout=time_left(deadline)):
             raise TransferTimeoutError(f"{self.address}: another thread was sending until the deadline")
         try:
             self._send_frame(message, views, deadline, request_id)
+            if memory is not None:
+                with self._frame():
+                    memory.send_descriptors(descriptors, deadline)
         finally:
             self._send_lock.release()
 
@@ -270,7 +268,7 @@ class Channel:
 
     def send_failure(self, error: KVFerryError, *, deadline: float, request_id: int = 0) -> None:
         """Tell the peer of ``error``; the errors are those of :meth:`send`."""
-        self.send(_failure(error), deadline=deadline, request_id=request_id)
+        self.send(Failure.of(error), deadline=deadline, request_id=request_id)
 
     def _send_frame(
         self, message: Message, views: list[memoryview], deadline: float, request_id: int
@@ -303,13 +301,8 @@ class Channel:
             ProtocolError: If the peer broke the protocol (the connection is aborted), or if the payload
                 of the last frame is still unread (nothing is changed).
         """
-        with self._only_receiver():
-            self._check_no_pending()
-            self._waiting = True
-            try:
-                return self._read_message(deadline)
-            finally:
-                self._waiting = False
+        with self._next_frame():
+            return self._read_message(deadline)
 
     def receive_idle(self, deadline: float) -> Incoming | None:
         """The next frame, or ``None`` if none began to arrive by the deadline; the channel stays good.
@@ -317,15 +310,10 @@ class Channel:
         A frame that has begun is given ``frame_timeout_s`` of the options to complete its message, so
         the call may return that much after its deadline. Raises as :meth:`receive`.
         """
-        with self._only_receiver():
-            self._check_no_pending()
-            self._waiting = True
-            try:
-                if not self._wait_readable(deadline):
-                    return None
-                return self._read_message(max(deadline, deadline_in(self._options.frame_timeout_s)))
-            finally:
-                self._waiting = False
+        with self._next_frame():
+            if not self._wait_readable(deadline):
+                return None
+            return self._read_message(max(deadline, deadline_in(self._options.frame_timeout_s)))
 
     def expect(self, reply_type: type[M], deadline: float, *, request_id: int = 0) -> M:
         """The next frame, which must be a ``reply_type`` without payload.
@@ -417,13 +405,28 @@ class Channel:
             self._protocol.payload_taken()
             self._pending = None
             found = self._protocol.receive(trailer) if event.has_trailer else None
-            if verify and isinstance(found, TrailerReceived) and found.digest != digest.intdigest():
-                raise CorruptBlockError(
-                    f"{self.address}: payload of {type(event.message).__name__} "
-                    f"({event.payload_nbytes} bytes, request {event.request_id}) has xxh3_64 "
-                    f"{digest.intdigest():016x}, sent was {found.digest:016x}; connection aborted"
-                )
+            if verify and isinstance(found, TrailerReceived):
+                check_digest(self.address, event, digest.intdigest(), found.digest)
         self._last_activity = time.monotonic()
+
+    def receive_descriptors(self, count: int, deadline: float) -> list[int]:
+        """Take the ``count`` descriptors that follow the last frame; the caller closes them.
+
+        Raises as :meth:`SharedMemoryConnection.recv_descriptors`; the connection is aborted then.
+        """
+        memory = self._memory()
+        with self._only_receiver():
+            self._check_no_pending()
+            with self._frame():
+                return memory.recv_descriptors(count, deadline)
+
+    def _memory(self) -> SharedMemoryConnection:
+        if not isinstance(self._connection, SharedMemoryConnection):
+            raise ProtocolError(
+                f"{self.address}: descriptors of memory pass only between processes of one machine, "
+                "use a unix:// address"
+            )
+        return self._connection
 
     def holds_payload_of(self, incoming: Incoming) -> bool:
         """Whether the payload of ``incoming`` is the next thing in the connection."""
@@ -435,6 +438,16 @@ class Channel:
                 f"{self.address}: {self._pending.payload_nbytes} payload bytes of the last "
                 f"{type(self._pending.message).__name__} must be read or discarded first"
             )
+
+    @contextmanager
+    def _next_frame(self) -> Iterator[None]:
+        with self._only_receiver():
+            self._check_no_pending()
+            self._waiting = True
+            try:
+                yield
+            finally:
+                self._waiting = False
 
     @contextmanager
     def _only_receiver(self) -> Iterator[None]:
@@ -483,7 +496,3 @@ class Channel:
 
     def _error_of(self, failure: Failure) -> KVFerryError:
         return error_from_code(failure.code, f"{self.address}: {printable(failure.message, 4000)}")
-
-
-def _failure(error: KVFerryError) -> Failure:
-    return Failure(code=error.code, message=str(error)[:4000], retryable=error.retryable)

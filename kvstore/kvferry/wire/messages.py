@@ -10,12 +10,14 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, KVFerryError
 from kvferry.core.keys import KEY_NBYTES
 from kvferry.core.spec import KeyScope, KVSpec
 
 __all__ = [
     "AbortStream",
+    "ArenaSegments",
+    "AttachArena",
     "BeginStream",
     "Cancel",
     "Describe",
@@ -36,6 +38,7 @@ __all__ = [
     "PutLayer",
     "RngState",
     "SamplingParams",
+    "SharedSegment",
     "Status",
     "StatusReport",
     "StreamDone",
@@ -122,6 +125,11 @@ class Failure(Message, frozen=True, tag="failure"):
     code: str
     message: str
     retryable: bool = False
+
+    @classmethod
+    def of(cls, error: KVFerryError) -> Failure:
+        """What tells the peer of ``error``."""
+        return cls(code=error.code, message=str(error)[:4000], retryable=error.retryable)
 
 
 class Ping(Message, frozen=True, tag="ping"):
@@ -383,6 +391,42 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     streams_nbytes: Count = 0
 
 
+# ---- shared memory ---------------------------------------------------------------------------
+
+
+class AttachArena(Message, frozen=True, tag="attach_arena"):
+    """Asks the owner of an arena for its segments; only over a connection that passes descriptors.
+
+    ``known`` segments of ``epoch`` are mapped here already: the first ones, since segments are only added.
+    """
+
+    epoch: str = ""
+    known: Count = 0
+
+
+class SharedSegment(msgspec.Struct, frozen=True, kw_only=True):
+    """Number and size of one segment."""
+
+    segment: Count
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**48)]
+
+
+class ArenaSegments(Message, frozen=True, tag="arena_segments"):
+    """Owner → client: segments of its arena, asked for or because it has grown.
+
+    The frame is followed by two descriptors a segment, in order: its data, its table of generations.
+    ``first`` is the number of the first segment named here, ``total`` how many there are. ``writable``
+    says whether the client may map the data so.
+    """
+
+    tenant: str
+    epoch: str
+    first: Count
+    total: Count
+    segments: tuple[SharedSegment, ...] = ()
+    writable: bool = False
+
+
 AnyMessage: TypeAlias = (
     Hello
     | Welcome
@@ -407,4 +451,6 @@ AnyMessage: TypeAlias = (
     | Cancel
     | Status
     | StatusReport
+    | AttachArena
+    | ArenaSegments
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 from dataclasses import dataclass, field
 
@@ -107,3 +108,34 @@ class Peer:
     clock_offset: float
     clock_error: float
     credential: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_hello(cls, address: str, hello: Hello, version: int, received_at: float) -> Peer:
+        """The client that said ``hello``."""
+        return cls(
+            address=address,
+            role=hello.role,
+            session=hello.session,
+            epoch="",
+            version=version,
+            capabilities=hello.capabilities,
+            clock_offset=hello.sent_at - received_at,
+            clock_error=math.inf,
+            credential=hello.credential,
+        )
+
+    @classmethod
+    def from_welcome(cls, address: str, welcome: Welcome, sent_at: float, received_at: float) -> Peer:
+        """The server that answered the hello of ``sent_at``, both times on our clock."""
+        # NTP's formula (RFC 5905, section 8): the error is half of the time that was spent on the way.
+        there, back = welcome.received_at - sent_at, welcome.sent_at - received_at
+        return cls(
+            address=address,
+            role=welcome.role,
+            session=welcome.session,
+            epoch=welcome.epoch,
+            version=welcome.version,
+            capabilities=welcome.capabilities,
+            clock_offset=(there + back) / 2,
+            clock_error=abs(there - back) / 2,
+        )

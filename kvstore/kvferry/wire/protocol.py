@@ -83,6 +83,8 @@ TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
         m.Cancel: 40,
         m.Status: 41,
         m.StatusReport: 42,
+        m.AttachArena: 48,
+        m.ArenaSegments: 49,
     }
 )
 _TYPES: Final[Mapping[int, type[Message]]] = {number: cls for cls, number in TYPE_NUMBERS.items()}

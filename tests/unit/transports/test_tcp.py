@@ -26,7 +26,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.testing.threads import Blocked
-from kvferry.transports import connect, listen, tcp
+from kvferry.transports import connect, ip, listen, tcp
 from kvferry.transports.base import Connection, Listener
 from kvferry.transports.sockets import GuardedSocket, SocketConnection
 
@@ -204,8 +204,8 @@ def test_wildcard_is_advertised_as_a_host_that_can_be_dialled(wildcard: str) -> 
 
 
 def test_wildcard_on_a_machine_without_a_network_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "_ROUTED", {socket.AF_INET: "255.255.255.255"})
-    assert tcp._outgoing_host(socket.AF_INET) == "127.0.0.1"
+    monkeypatch.setattr(ip, "_ROUTED", {socket.AF_INET: "255.255.255.255"})
+    assert ip._outgoing_host(socket.AF_INET) == "127.0.0.1"
 
 
 def test_address_this_machine_does_not_have() -> None:
@@ -215,11 +215,11 @@ def test_address_this_machine_does_not_have() -> None:
 
 def test_zone_of_a_link_local_address() -> None:
     index = socket.if_nametoindex("lo")
-    [(family, sockaddr)] = tcp._resolve(parse_url("tcp://[fe80::1%lo]:9"), "x")
+    [(family, sockaddr)] = ip._resolve(parse_url("tcp://[fe80::1%lo]:9"))
     assert family == socket.AF_INET6
     assert sockaddr[3] == index
-    assert tcp._url(("fe80::1", 9, 0, index)) == "tcp://[fe80::1%25lo]:9"
-    assert tcp._host_text(("fe80::1", 9, 0, 99999)) == "fe80::1%99999"
+    assert ip.url_of("tcp", ("fe80::1", 9, 0, index)) == "tcp://[fe80::1%25lo]:9"
+    assert ip._host_text(("fe80::1", 9, 0, 99999)) == "fe80::1%99999"
 
 
 def test_port_0_cannot_be_dialled() -> None:
@@ -287,7 +287,7 @@ def test_deadline_covers_all_addresses_of_a_host(monkeypatch: pytest.MonkeyPatch
         time.sleep(max(0.0, deadline - time.monotonic()))
         raise TimeoutError
 
-    monkeypatch.setattr(tcp, "_connect_one", no_answer)
+    monkeypatch.setattr(ip, "_connect_one", no_answer)
     _resolve_to(monkeypatch, ("127.0.0.2", 9), ("127.0.0.3", 9))
     with pytest.raises(ConnectError, match=r"127\.0\.0\.2: no answer by the deadline; the deadline passed"):
         connect("tcp://host:9", deadline_in(0.05))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -167,6 +168,20 @@ def _examples() -> list[Example]:
         Example("cancel", m.Cancel()),
         Example("status", m.Status()),
         Example("status_report", m.StatusReport(role="decode", free_blocks=10, total_blocks=12, running=1)),
+        Example("attach_arena", m.AttachArena(epoch="e1", known=2), b"", 5),
+        Example(
+            "arena_segments",
+            m.ArenaSegments(
+                tenant="default",
+                epoch="e1",
+                first=2,
+                total=3,
+                segments=(m.SharedSegment(segment=2, nbytes=64 << 20),),
+                writable=True,
+            ),
+            b"",
+            5,
+        ),
     ]
 
 
@@ -372,9 +387,14 @@ def spawn() -> Iterator[Spawn]:
 def connect() -> Iterator[Connect]:
     """Makes connections over a transport; they are aborted after the test."""
     made: list[Connection] = []
+    folder = tempfile.TemporaryDirectory(prefix="kvf-")  # short, as the path of a socket must be
 
     def make(kind: str = "tcp") -> tuple[Connection, Connection]:
-        url = "tcp://127.0.0.1:0" if kind == "tcp" else f"inproc://wire-test-{next(_numbers)}"
+        url = {
+            "tcp": "tcp://127.0.0.1:0",
+            "inproc": f"inproc://wire-test-{next(_numbers)}",
+            "unix": f"unix://{folder.name}/s",
+        }[kind]
         listener = transports.listen(url)
         made.append(transports.connect(listener.address, deadline_in(5)))
         made.append(listener.accept(deadline_in(5)))
@@ -384,6 +404,7 @@ def connect() -> Iterator[Connect]:
     yield make
     for connection in made:
         connection.abort()
+    folder.cleanup()
 
 
 @pytest.fixture

@@ -47,6 +47,27 @@ class Connection(ABC):
             ConnectionClosedError: If the stream ends first; the message says after how many bytes.
         """
 
+    def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
+        """Take ``minimum`` bytes, and those that are there already behind them, into ``view``.
+
+        For reading ahead: a short message and its header come with one call. This one takes the minimum only;
+        a transport that can do better does.
+
+        Args:
+            view: Flat and writable; ``minimum`` bytes or more.
+            minimum: At least 1.
+            deadline: By which it is done.
+
+        Returns:
+            How many bytes came: from ``minimum`` to all of ``view``.
+
+        Raises:
+            TransferTimeoutError: As :meth:`recv_into`.
+            ConnectionClosedError: As :meth:`recv_into`.
+        """
+        self.recv_into([view[:minimum]], deadline)
+        return minimum
+
     @abstractmethod
     def wait_readable(self, deadline: float) -> bool:
         """Wait until bytes, or the end of the stream, are there; ``False`` at the deadline."""

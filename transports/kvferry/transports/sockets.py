@@ -1,8 +1,8 @@
 """Connections over stream sockets: what ``tcp`` and ``unix`` are made of.
 
-The sockets are blocking. A call first tries without waiting (one system call in the good case); what is
-left then blocks in the kernel, which counts down the deadline (``SO_RCVTIMEO``, ``SO_SNDTIMEO``) and fills
-or empties the whole list of buffers before it comes back to Python.
+The sockets are blocking: a call waits in the kernel, which counts down the deadline (``SO_RCVTIMEO``,
+``SO_SNDTIMEO``) and fills or empties the whole list of buffers before it comes back to Python. So a call is
+one system call in the good case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 from typing_extensions import Buffer
@@ -30,16 +30,17 @@ from kvferry.core.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from kvferry.transports.base import Connection
-from kvferry.transports.pacing import Pacer
+from kvferry.transports.streams import StreamConnection, advance
 
-__all__ = ["Ancillary", "GuardedSocket", "SocketConnection", "poll_timeout_ms"]
+__all__ = ["Ancillary", "GuardedSocket", "SocketConnection", "flush_all", "poll_timeout_ms"]
 
 _MAX_PARTS: Final = 1024  # IOV_MAX
 _MAX_WAIT_S: Final = 3600.0
 _EXACT_S: Final = 0.02
 _FLUSH_S: Final = 0.25
+_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 _DRAIN_NBYTES: Final = 1 << 16
+_DRAIN_CALLS: Final = 64
 _SIOCOUTQNSD: Final = 0x894B  # bytes of the send queue that were not sent yet
 Ancillary: TypeAlias = "Sequence[tuple[int, int, Buffer]]"
 """Control messages of ``sendmsg``: level, kind, bytes."""
@@ -136,7 +137,7 @@ class GuardedSocket:
             return self._users > 1
 
 
-class SocketConnection(Connection):
+class SocketConnection(StreamConnection):
     """A connection over one connected stream socket.
 
     After a fork it is the parent's; the child makes its own.
@@ -151,53 +152,71 @@ class SocketConnection(Connection):
     def __init__(
         self, sock: socket.socket, *, local_address: str, peer_address: str, rate: float | None = None
     ) -> None:
+        super().__init__(local_address=local_address, peer_address=peer_address, rate=rate)
         sock.settimeout(None)
         self._guard = GuardedSocket(sock)
-        self._local_address = local_address
-        self._peer_address = peer_address
-        self._name = f"the connection {local_address} to {peer_address}"
-        self._pacer = Pacer(rate, time.monotonic()) if rate is not None else None
+        self._crossing = False
         self._limits = {socket.SO_SNDTIMEO: math.inf, socket.SO_RCVTIMEO: math.inf}
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
-    @property
-    def local_address(self) -> str:
-        """URL of this end."""
-        return self._local_address
+    def _enter(self) -> None:
+        self._guard.enter(self._name)
 
-    @property
-    def peer_address(self) -> str:
-        """URL of the other end."""
-        return self._peer_address
+    def _leave(self) -> None:
+        self._guard.leave()
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._local_address} to {self._peer_address}>"
+    def _sleep(self, seconds: float) -> bool:
+        return self._guard.closing.wait(seconds)
 
     # -- sending ---------------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`; paced if the connection has a rate."""
-        views = [view for part in parts if len(view := as_bytes_view(part))]
+        plain, nbytes = _plain(parts) if self._pacer is None else ((), 0)
+        if not nbytes:
+            super().send(parts, deadline)
+            return
+        # the short way: one system call, which takes what it gets as it is
+        guard = self._guard
+        guard.enter(self._name)
+        try:
+            self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+            try:
+                sent = guard.sock.sendmsg(plain, (), _NO_SIGNAL)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise self._failed(error, "sending") from error
+            if sent < nbytes:
+                views = [view for part in parts if len(view := as_bytes_view(part))]
+                del views[: advance(views, 0, sent)]
+                self._send_all(views, deadline, waits=True)
+        finally:
+            guard.leave()
+
+    def send_views(self, views: list[memoryview], deadline: float) -> bool:
+        """Send ``views``, none of them empty (the list is used up), regardless of the rate.
+
+        Returns:
+            Whether it had to wait for the peer. Raises as :meth:`send`.
+        """
         self._guard.enter(self._name)
         try:
-            if self._pacer is None:
-                self._send_all(views, deadline)
-            else:
-                self._send_paced(self._pacer, views, deadline)
+            return self._send_all(views, deadline)
         finally:
             self._guard.leave()
 
-    def _send_all(self, views: list[memoryview], deadline: float) -> bool:
-        """Send ``views`` (the list is used up); whether it had to wait for the peer."""
-        first, waits = 0, False
+    def _send_all(self, views: list[memoryview], deadline: float, *, waits: bool = False) -> bool:
+        """See :meth:`StreamConnection._send_all`; ``waits``: a first try without waiting was made."""
+        first = 0
         while first < len(views):
             batch = views[first : first + _MAX_PARTS]
             # the kernel may join the batches of one call into full segments
             more = socket.MSG_MORE if first + _MAX_PARTS < len(views) else 0
             sent = self._send_some(batch, more, deadline, waits=waits)
             waits = waits or sent < total_nbytes(batch)
-            first = _advance(views, first, sent)
+            first = advance(views, first, sent)
         return waits
 
     def _send_some(
@@ -218,57 +237,74 @@ class SocketConnection(Connection):
         except OSError as error:
             raise self._failed(error, "sending") from error
 
-    def _send_paced(self, pacer: Pacer, views: list[memoryview], deadline: float) -> None:
-        now = time.monotonic()
-        pacer.begin(now)
-        first = 0
-        while first < len(views):
-            piece, nbytes = _take(views, first, pacer.limit(now))
-            due = pacer.reserve(nbytes, now)
-            if due > now:
-                self._sleep_until(min(due, deadline))
-            if due >= deadline:
-                raise self._timed_out("sending at its rate")
-            stalled = self._send_all(piece, deadline)
-            now = time.monotonic()
-            pacer.sent(now, stalled=stalled)
-            first = _advance(views, first, nbytes)
-
-    def _sleep_until(self, then: float) -> None:
-        if self._guard.closing.wait(max(0.0, then - time.monotonic())):
-            raise ConnectionClosedError(f"{self._name} was closed while it was sending")
-
     # -- receiving -------------------------------------------------------------------------------------
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`."""
-        left = [view for view in views if len(view)]
-        wanted = total_nbytes(left)
-        got = 0
         self._guard.enter(self._name)
         try:
-            first, waits = 0, False
-            while first < len(left):
-                batch = left[first : first + _MAX_PARTS]
-                n = self._recv_some(
-                    batch, deadline, f"receiving, {got} of {wanted} bytes had come", waits=waits
-                )
-                # once closed here, what comes may lie behind bytes that close() took and dropped
-                if n == 0 or self._guard.closed:
-                    who = "was closed here" if self._guard.closed else "was ended by the peer"
-                    raise ConnectionClosedError(f"{self._name} {who} after {got} of {wanted} bytes")
-                waits = n < 0 or n < total_nbytes(batch)
-                got += max(n, 0)
-                first = _advance(left, first, max(n, 0))
+            left = [view for view in views if len(view)]
+            wanted = total_nbytes(left)
+            got = self._receive(left, wanted, deadline)
+            if got < wanted:
+                raise self._timed_out(f"receiving, {got} of {wanted} bytes had come")
         finally:
             self._guard.leave()
 
-    def _recv_some(self, batch: list[memoryview], deadline: float, doing: str, *, waits: bool) -> int:
+    def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
+        """See :meth:`Connection.recv_at_least`."""
+        guard, got = self._guard, 0
+        guard.enter(self._name)
+        try:
+            while got < minimum:
+                piece = view[got:] if got else view
+                n = self._recv_some([piece], deadline, "receiving", waits=True, all_of_it=False)
+                if n == 0 or guard.closing.is_set():
+                    raise self._ended(got, minimum)
+                got += max(n, 0)
+            return got
+        finally:
+            guard.leave()
+
+    def _receive(
+        self, left: list[memoryview], wanted: int, until: float, *, before: int = 0, total: int = 0
+    ) -> int:
+        """As :meth:`receive_by`, by a caller who is inside; uses up ``left``."""
+        first, got = 0, 0
+        doing = f"receiving {wanted} bytes"
+        while got < wanted:
+            batch = left[first : first + _MAX_PARTS] if first or len(left) > _MAX_PARTS else left
+            try:
+                n = self._recv_some(batch, until, doing, waits=True)
+            except TransferTimeoutError:
+                break
+            # once closed here, what comes may lie behind bytes that close() took and dropped
+            if n == 0 or self._guard.closed:
+                raise self._ended(before + got, total or wanted)
+            if n > 0:
+                got += n
+                if got < wanted:
+                    first = advance(left, first, n)
+        return got
+
+    def _ended(self, got: int, wanted: int) -> ConnectionClosedError:
+        who = "was closed here" if self._guard.closed else "was ended by the peer"
+        return ConnectionClosedError(f"{self._name} {who} after {got} of {wanted} bytes")
+
+    def _recv_some(
+        self,
+        batch: list[memoryview],
+        deadline: float,
+        doing: str,
+        *,
+        waits: bool,
+        all_of_it: bool = True,
+    ) -> int:
         """Bytes received; 0 at the end of the stream, -1 if none are there yet."""
         flags = socket.MSG_DONTWAIT
         if waits:
             self._limit_wait(socket.SO_RCVTIMEO, deadline, doing)
-            flags = socket.MSG_WAITALL
+            flags = socket.MSG_WAITALL if all_of_it else socket.MsgFlag(0)
         elif time.monotonic() >= deadline:
             raise self._timed_out(doing)
         try:
@@ -283,6 +319,19 @@ class SocketConnection(Connection):
         if len(batch) == 1:
             return self._guard.sock.recv_into(batch[0], 0, flags)
         return self._guard.sock.recvmsg_into(batch, 0, flags)[0]
+
+    def receive_by(self, views: list[memoryview], wanted: int, until: float, before: int, total: int) -> int:
+        """Fill ``views``, which have ``wanted`` bytes; how many of them came by ``until``.
+
+        Raises:
+            ConnectionClosedError: If the stream ends; the message says after how many of ``total`` bytes,
+                ``before`` of which came before.
+        """
+        self._guard.enter(self._name)
+        try:
+            return self._receive(list(views), wanted, until, before=before, total=total)
+        finally:
+            self._guard.leave()
 
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
@@ -304,15 +353,33 @@ class SocketConnection(Connection):
         Waits for at most a quarter of a second, and only while the kernel still holds bytes that it could
         not send; after that it goes on sending them by itself.
         """
+        if self.begin_end():
+            self.finish_end()
+
+    def begin_end(self) -> bool:
+        """The first half of :meth:`close`, which does not wait; ``False`` if it was closed before."""
         if not self._guard.begin_close():
-            return
+            return False
         try:
             self._shutdown(socket.SHUT_WR)
-            self._flush()
+        except BaseException:
+            self._guard.leave()
+            raise
+        return True
+
+    def finish_end(self, *, flush: bool = True) -> None:
+        """The second half, which waits for what is unsent."""
+        try:
+            if flush:
+                self._flush()
             if self._guard.others:
                 self._shutdown(socket.SHUT_RD)
         finally:
             self._guard.leave()
+
+    def fileno(self) -> int:
+        """The descriptor, for ``poll``; negative once it is closed."""
+        return self._guard.sock.fileno()
 
     def abort(self) -> None:
         """End the stream at once: the peer gets a reset, what it has not received is dropped."""
@@ -326,30 +393,28 @@ class SocketConnection(Connection):
             self._guard.leave()
 
     def _flush(self) -> None:
-        """Wait until nothing is unsent, taking what the peer still sends.
+        """Wait until nothing is unsent, taking what the peer still sends."""
+        flush_all([self])
+
+    def flushed(self, scratch: bytearray) -> bool:
+        """Whether nothing is unsent; takes what the peer sent meanwhile, some MiB at most.
 
         Closing a socket with unread bytes, or bytes that arrive later, makes the kernel answer with a
         reset, which drops everything that is not yet sent: a last message that says why would be lost.
         """
-        scratch = bytearray(_DRAIN_NBYTES)
-        until = time.monotonic() + _FLUSH_S
-        pause, crossing = 0.0005, False
-        while time.monotonic() < until:
+        for _ in range(_DRAIN_CALLS):
             try:
                 if self._guard.sock.recv_into(scratch, 0, socket.MSG_DONTWAIT) == 0:
-                    return  # the peer has ended too, nothing can cross
+                    return True  # the peer has ended too, nothing can cross
             except BlockingIOError:
-                pass
+                break
             except OSError:
-                return
-            else:
-                crossing = True
-                continue
-            # with bytes of the peer on their way to us, only what it acknowledged is safe
-            if self._queued(termios.TIOCOUTQ if crossing else _SIOCOUTQNSD) <= 1:  # the end itself counts
-                return
-            time.sleep(pause)
-            pause = min(pause * 2, 0.01)
+                return True
+            self._crossing = True
+        else:
+            return False
+        # with bytes of the peer on their way to us, only what it acknowledged is safe
+        return self._queued(termios.TIOCOUTQ if self._crossing else _SIOCOUTQNSD) <= 1  # the end counts
 
     def _queued(self, request: int) -> int:
         if sys.platform != "linux":
@@ -389,9 +454,6 @@ class SocketConnection(Connection):
         self._guard.sock.setsockopt(socket.SOL_SOCKET, option, value)
         self._limits[option] = limit
 
-    def _timed_out(self, doing: str) -> TransferTimeoutError:
-        return TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
-
     def _failed(self, error: OSError, doing: str) -> KVFerryError:
         if self._guard.closed:
             return ConnectionClosedError(f"{self._name} was closed here while {doing}")
@@ -401,25 +463,28 @@ class SocketConnection(Connection):
         return TransportError(f"{self._name} failed while {doing}: {reason}")
 
 
-def _advance(views: list[memoryview], first: int, nbytes: int) -> int:
-    """Skip ``nbytes`` of ``views[first:]``; the first that is left, a view begun shortened in place."""
-    while nbytes:
-        view = views[first]
-        if nbytes < len(view):
-            views[first] = view[nbytes:]
-            break
-        nbytes -= len(view)
-        first += 1
-    return first
+def flush_all(connections: Iterable[SocketConnection]) -> None:
+    """Wait until ``connections``, which are being closed, have sent all; a quarter of a second at most."""
+    scratch = bytearray(_DRAIN_NBYTES)
+    until = time.monotonic() + _FLUSH_S
+    pause, left = 0.0005, list(connections)
+    while left := [one for one in left if not one.flushed(scratch)]:
+        if time.monotonic() >= until:
+            return
+        time.sleep(pause)
+        pause = min(pause * 2, 0.01)
 
 
-def _take(views: list[memoryview], first: int, limit: int) -> tuple[list[memoryview], int]:
-    """Views of at most ``limit`` bytes from ``views[first:]``, and how many bytes they have."""
-    taken: list[memoryview] = []
+def _plain(parts: Sequence[Buf]) -> tuple[list[bytes | memoryview], int]:
+    """``parts`` and their bytes, if the system can take them as they are in one call; else 0 bytes."""
+    plain: list[bytes | memoryview] = []
     nbytes = 0
-    while first < len(views) and nbytes < limit:
-        view = views[first][: limit - nbytes]
-        taken.append(view)
-        nbytes += len(view)
-        first += 1
-    return taken, nbytes
+    for part in parts:
+        if type(part) is bytes:
+            nbytes += len(part)
+        elif type(part) is memoryview and part.c_contiguous:
+            nbytes += part.nbytes
+        else:
+            return [], 0
+        plain.append(part)
+    return (plain, nbytes) if len(plain) <= _MAX_PARTS else ([], 0)

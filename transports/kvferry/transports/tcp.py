@@ -1,7 +1,9 @@
-"""The ``tcp`` transport, IPv4 and IPv6: ``tcp://host:port?rate=1GB/s``.
+"""The ``tcp`` transport, IPv4 and IPv6: ``tcp://host:port?rate=1GB/s&lanes=4``.
 
-``rate`` limits what each connection sends. A listener puts it into its address, so that who dials the
-address sends at that rate too, as over a link that is that fast in both directions.
+``rate`` limits what each connection sends, all its lanes together. ``lanes`` is the number of sockets that
+one connection has. A listener puts both into its address, so that who dials the address sends at that rate
+too, as over a link that is that fast in both directions, and over as many lanes. A listener with lanes takes
+connections of any number of them.
 """
 
 from __future__ import annotations
@@ -9,8 +11,11 @@ from __future__ import annotations
 import errno
 import select
 import socket
+import threading
 import time
-from typing import Any, ClassVar, Final, TypeAlias
+from collections import deque
+from contextlib import suppress
+from typing import ClassVar, Final
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import (
@@ -22,18 +27,20 @@ from kvferry.core.errors import (
 )
 from kvferry.core.units import parse_rate
 from kvferry.transports.base import Connection, Listener, Transport
+from kvferry.transports.ip import SockAddr, bind, dial, dialable_address, reason_of, tune, url_of
+from kvferry.transports.lanes import (
+    LaneAssembler,
+    LaneConnection,
+    Laned,
+    parse_lanes,
+    preambles,
+    wait_for_any,
+)
 from kvferry.transports.sockets import GuardedSocket, SocketConnection, poll_timeout_ms
 
 __all__ = ["TcpListener", "TcpTransport"]
 
-_OPTIONS: Final = ("rate",)
-_BACKLOG: Final = 1024
-_SockAddr: TypeAlias = "tuple[Any, ...]"
-_AddrInfo: TypeAlias = "tuple[socket.AddressFamily, _SockAddr]"
-# Documentation addresses: connecting a datagram socket sends nothing, it only asks the routing table.
-_ROUTED: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-_LOOPBACK: Final = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
-_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - recognised here, never a default
+_OPTIONS: Final = ("rate", "lanes")
 
 
 class TcpTransport(Transport):
@@ -46,54 +53,40 @@ class TcpTransport(Transport):
 
         The look-up of a name itself is the system's and cannot be cut short; numeric hosts need none.
         """
-        parsed, rate = _parse(address)
-        if parsed.port == 0:
-            raise ConfigError(f"address {address!r}: port 0 cannot be dialled, only listened on")
-        reasons: list[str] = []
-        for family, sockaddr in _resolve(parsed, address):
-            if time.monotonic() >= deadline:
-                reasons.append("the deadline passed")
-                break
-            try:
-                sock = _connect_one(family, sockaddr, deadline)
-            except OSError as error:
-                reasons.append(f"{_host_text(sockaddr)}: {_reason(error)}")
-                continue
-            return _connection(sock, parsed.url, rate)
-        raise ConnectError(
-            f"cannot connect to {parsed.url}: {'; '.join(reasons)}. Check that it is running and reachable"
-        )
+        parsed, rate, lanes = _parse(address)
+        if lanes == 1:
+            return _connection(dial(parsed, deadline), parsed.url, rate)
+        made: list[SocketConnection] = []
+        try:
+            for preamble in preambles(lanes):
+                made.append(_connection(dial(parsed, deadline), parsed.url, None))
+                made[-1].send([preamble], deadline)
+        except BaseException as error:
+            for one in made:
+                one.abort()
+            if isinstance(error, ConnectionClosedError | TransferTimeoutError):
+                raise ConnectError(f"cannot connect to {parsed.url} with {lanes} lanes: {error}") from error
+            raise
+        return LaneConnection(made, rate=rate)
 
     def listen(self, address: str) -> TcpListener:
         """Listen on the first address of the host that can be bound."""
-        parsed, rate = _parse(address)
-        failure: OSError | None = None
-        for family, sockaddr in _resolve(parsed, address, passive=True):
-            try:
-                return TcpListener(_bind(family, sockaddr), parsed, rate)
-            except OSError as error:
-                failure = failure or error
-        remedy = {
-            errno.EADDRINUSE: "stop what listens there, or choose another port (0 takes a free one)",
-            errno.EADDRNOTAVAIL: "this machine has no such address",
-            errno.EACCES: "ports below 1024 need a right that this process lacks, choose a higher one",
-        }.get(failure.errno or 0 if failure else 0, "check the address")
-        reason = _reason(failure) if failure else "the host has no address"
-        raise ConnectError(f"cannot listen on {parsed.url}: {reason}; {remedy}") from failure
+        parsed, rate, lanes = _parse(address)
+        return TcpListener(bind(parsed), parsed, rate, lanes)
 
 
 class TcpListener(Listener):
     """A listening socket. Any thread may accept or close."""
 
-    def __init__(self, sock: socket.socket, asked: Address, rate: float | None) -> None:
+    def __init__(self, sock: socket.socket, asked: Address, rate: float | None, lanes: int = 1) -> None:
         sock.setblocking(False)
         self._guard = GuardedSocket(sock)
         self._rate = rate
-        bound = sock.getsockname()
-        host = _host_text(bound)
-        if host in _WILDCARDS:
-            host = _outgoing_host(sock.family)
-        self._address: Final = Address("tcp", host=host, port=bound[1], options=asked.options).url
+        self._address: Final = dialable_address(sock, asked)
+        self._name = f"the listener on {self._address}"
+        self._assembler = LaneAssembler() if lanes > 1 else None
+        self._turn = threading.Lock()
+        self._ready: deque[Laned] = deque()
 
     @property
     def address(self) -> str:
@@ -105,35 +98,70 @@ class TcpListener(Listener):
 
     def accept(self, deadline: float) -> Connection:
         """The next connection; see :meth:`Listener.accept`."""
-        self._guard.enter(f"the listener on {self._address}")
+        self._guard.enter(self._name)
         try:
-            return self._accept(deadline)
+            if self._assembler is None:
+                return _accepted(Laned([self._accept(deadline)]), self._rate)
+            return self._accept_lanes(self._assembler, deadline)
         finally:
             self._guard.leave()
 
-    def _accept(self, deadline: float) -> Connection:
+    def _accept(self, deadline: float) -> tuple[socket.socket, SockAddr]:
         poll = select.poll()
         poll.register(self._guard.sock, select.POLLIN)
         while True:
             ready = poll.poll(poll_timeout_ms(deadline))
-            if self._guard.closed:
-                raise ConnectionClosedError(f"the listener on {self._address} was closed while accepting")
+            self._check_open()
             if not ready:
                 if time.monotonic() < deadline:
                     continue
-                raise TransferTimeoutError(f"nobody connected to {self._address} by the deadline")
-            try:
-                sock, sockaddr = self._guard.sock.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                continue  # the peer has gone again
-            except OSError as error:
-                if self._guard.closed:
-                    continue
-                raise TransportError(
-                    f"cannot accept on {self._address}: {_reason(error)}; "
-                    "if it is for too many open files, allow more (ulimit -n) or close connections"
-                ) from error
-            return _connection(sock, _url(sockaddr), self._rate)
+                raise self._nobody()
+            if (taken := self._take()) is not None:
+                return taken
+
+    def _take(self) -> tuple[socket.socket, SockAddr] | None:
+        """What waits to be accepted; ``None`` if it has gone again."""
+        try:
+            return self._guard.sock.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            self._check_open()
+            raise TransportError(
+                f"cannot accept on {self._address}: {reason_of(error)}; "
+                "if it is for too many open files, allow more (ulimit -n) or close connections"
+            ) from error
+
+    def _accept_lanes(self, assembler: LaneAssembler, deadline: float) -> Connection:
+        # One thread puts sockets together, the others wait for their turn, which ends with a connection.
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._nobody()
+        try:
+            while not self._ready:
+                now = time.monotonic()
+                self._check_open()
+                self._ready.extend(assembler.expire(now))
+                if self._ready:
+                    break
+                if now >= deadline:
+                    raise self._nobody()
+                until = min(deadline, assembler.next_expiry)
+                for fd in wait_for_any(self._guard.sock, assembler.silent, until):
+                    self._check_open()
+                    if fd != self._guard.sock.fileno():
+                        self._ready.extend(assembler.look(fd))
+                    elif (taken := self._take()) is not None:
+                        self._ready.extend(assembler.add(*taken, time.monotonic()))
+            return _accepted(self._ready.popleft(), self._rate)
+        finally:
+            self._turn.release()
+
+    def _check_open(self) -> None:
+        if self._guard.closed:
+            raise ConnectionClosedError(f"{self._name} was closed while accepting")
+
+    def _nobody(self) -> TransferTimeoutError:
+        return TransferTimeoutError(f"nobody connected to {self._address} by the deadline")
 
     def close(self) -> None:
         """Stop listening and wake a waiting thread."""
@@ -146,103 +174,46 @@ class TcpListener(Listener):
                 raise
         finally:
             self._guard.leave()
+        if self._assembler is not None:
+            with self._turn:  # whoever has it was just woken
+                self._assembler.close()
+                for laned in self._ready:
+                    for sock, _ in laned.sockets:
+                        sock.close()
+                self._ready.clear()
 
 
-def _parse(address: str) -> tuple[Address, float | None]:
+def _parse(address: str) -> tuple[Address, float | None, int]:
     parsed = parse_url(address, options=_OPTIONS)
     if parsed.scheme != "tcp":
         raise ConfigError(f"address {address!r}: is not a tcp address")
     rate = parsed.options.get("rate")
     try:
-        return parsed, parse_rate(rate) if rate is not None else None
+        lanes = parse_lanes(parsed.options.get("lanes", "1"))
+        return parsed, parse_rate(rate) if rate is not None else None, lanes
     except ConfigError as error:
         raise ConfigError(f"address {address!r}: {error}") from error
 
 
-def _resolve(parsed: Address, address: str, *, passive: bool = False) -> list[_AddrInfo]:
-    flags = socket.AI_PASSIVE if passive else 0
+def _connection(sock: socket.socket, peer_url: str, rate: float | None) -> SocketConnection:
     try:
-        found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=flags)
-    except (OSError, UnicodeError) as error:
-        raise ConnectError(
-            f"address {address!r}: host {parsed.host!r} is not known: {_reason(error)}; "
-            "check its spelling, or write its numeric address"
-        ) from error
-    return [(family, sockaddr) for family, _, _, _, sockaddr in found]
-
-
-def _connect_one(family: socket.AddressFamily, sockaddr: _SockAddr, deadline: float) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        _tune(sock)
-        sock.settimeout(max(1e-3, deadline - time.monotonic()))
-        sock.connect(sockaddr)
-        if sock.getsockname() == sock.getpeername():
-            # a free port of the range that outgoing connections use can be given to this very socket
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _bind(family: socket.AddressFamily, sockaddr: _SockAddr) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(sockaddr)
-        sock.listen(_BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _tune(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
-
-
-def _connection(sock: socket.socket, peer_url: str, rate: float | None) -> Connection:
-    try:
-        _tune(sock)
-        local = _url(sock.getsockname())
+        tune(sock)
+        local = url_of("tcp", sock.getsockname())
         return SocketConnection(sock, local_address=local, peer_address=peer_url, rate=rate)
     except BaseException:
         sock.close()
         raise
 
 
-def _outgoing_host(family: int) -> str:
-    """The address by which other machines reach this one: that of the interface that leads out."""
-    known = socket.AddressFamily(family)
-    with socket.socket(known, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((_ROUTED[known], 9))
-            return _host_text(probe.getsockname())
-        except OSError:
-            return _LOOPBACK[known]
-
-
-def _host_text(sockaddr: _SockAddr) -> str:
-    host = str(sockaddr[0])
-    scope = sockaddr[3] if len(sockaddr) > 3 else 0
-    if scope and "%" not in host:
-        try:
-            return f"{host}%{socket.if_indextoname(scope)}"
-        except OSError:
-            return f"{host}%{scope}"
-    return host
-
-
-def _url(sockaddr: _SockAddr) -> str:
-    return Address("tcp", host=_host_text(sockaddr), port=sockaddr[1]).url
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer by the deadline"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+def _accepted(laned: Laned, rate: float | None) -> Connection:
+    made: list[SocketConnection] = []
+    alone = len(laned.sockets) == 1
+    try:
+        for sock, sockaddr in laned.sockets:
+            made.append(_connection(sock, url_of("tcp", sockaddr), rate if alone else None))
+    except OSError as error:
+        for sock, _ in laned.sockets:
+            with suppress(OSError):
+                sock.close()
+        raise TransportError(f"a connection ended while it was accepted: {reason_of(error)}") from error
+    return made[0] if alone else LaneConnection(made, rate=rate)

@@ -315,14 +315,22 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
                     return True
         return super().wait_readable(deadline)
 
-    def _recv_some(self, batch: list[memoryview], deadline: float, doing: str, *, waits: bool) -> int:
+    def _recv_some(
+        self,
+        batch: list[memoryview],
+        deadline: float,
+        doing: str,
+        *,
+        waits: bool,
+        all_of_it: bool = True,
+    ) -> int:
         if waits and self._spin_s:
             until = min(time.monotonic() + self._spin_s, deadline)
             while time.monotonic() < until:
                 n = super()._recv_some(batch, deadline, doing, waits=False)
                 if n >= 0:
                     return n
-        return super()._recv_some(batch, deadline, doing, waits=waits)
+        return super()._recv_some(batch, deadline, doing, waits=waits, all_of_it=all_of_it)
 
     def _recv_call(self, batch: list[memoryview], flags: int) -> int:
         if not self._admitted:

@@ -1,0 +1,162 @@
+"""Sockets of the Internet protocols, dialled and bound: what ``tcp`` and ``tls`` share."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from typing import Any, Final, TypeAlias
+
+from kvferry.core.address import Address
+from kvferry.core.errors import ConfigError, ConnectError
+
+__all__ = ["SockAddr", "bind", "dial", "dialable_address", "reason_of", "tune", "url_of"]
+
+SockAddr: TypeAlias = "tuple[Any, ...]"
+_AddrInfo: TypeAlias = "tuple[socket.AddressFamily, SockAddr]"
+_BACKLOG: Final = 1024
+# Documentation addresses: connecting a datagram socket sends nothing, it only asks the routing table.
+_ROUTED: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+_LOOPBACK: Final = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - recognised here, never a default
+_KEEPALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+
+
+def dial(parsed: Address, deadline: float) -> socket.socket:
+    """A connected, tuned socket, made by trying each address that the host's name has until the deadline.
+
+    The look-up of a name itself is the system's and cannot be cut short; numeric hosts need none.
+
+    Raises:
+        ConnectError: If none answered in time, with the reason for each address.
+        ConfigError: If the port is 0.
+    """
+    if parsed.port == 0:
+        raise ConfigError(f"address {parsed.url!r}: port 0 cannot be dialled, only listened on")
+    reasons: list[str] = []
+    for family, sockaddr in _resolve(parsed):
+        if time.monotonic() >= deadline:
+            reasons.append("the deadline passed")
+            break
+        try:
+            return _connect_one(family, sockaddr, deadline)
+        except OSError as error:
+            reasons.append(f"{_host_text(sockaddr)}: {reason_of(error)}")
+    raise ConnectError(
+        f"cannot connect to {parsed.url}: {'; '.join(reasons)}. Check that it is running and reachable"
+    )
+
+
+def bind(parsed: Address) -> socket.socket:
+    """A socket that listens on the first address of the host that can be bound.
+
+    Raises:
+        ConnectError: If none can; with the reason and the remedy.
+    """
+    failure: OSError | None = None
+    for family, sockaddr in _resolve(parsed, passive=True):
+        try:
+            return _bind_one(family, sockaddr)
+        except OSError as error:
+            failure = failure or error
+    remedy = {
+        errno.EADDRINUSE: "stop what listens there, or choose another port (0 takes a free one)",
+        errno.EADDRNOTAVAIL: "this machine has no such address",
+        errno.EACCES: "ports below 1024 need a right that this process lacks, choose a higher one",
+    }.get(failure.errno or 0 if failure else 0, "check the address")
+    reason = reason_of(failure) if failure else "the host has no address"
+    raise ConnectError(f"cannot listen on {parsed.url}: {reason}; {remedy}") from failure
+
+
+def dialable_address(sock: socket.socket, asked: Address) -> str:
+    """The URL by which a bound socket can be dialled: its own port, no wildcard, the options asked for."""
+    bound = sock.getsockname()
+    host = _host_text(bound)
+    if host in _WILDCARDS:
+        host = _outgoing_host(sock.family)
+    return Address(asked.scheme, host=host, port=bound[1], options=asked.options).url
+
+
+def url_of(scheme: str, sockaddr: SockAddr) -> str:
+    """``sockaddr`` as a URL."""
+    return Address(scheme, host=_host_text(sockaddr), port=sockaddr[1]).url
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for small messages, and a dead peer noticed within a minute.
+
+    The sizes of the buffers are left to the kernel, whose own tuning measured better than fixed ones.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in _KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+
+
+def reason_of(error: Exception) -> str:
+    """What a message says of a system's error."""
+    if isinstance(error, TimeoutError):
+        return "no answer by the deadline"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _resolve(parsed: Address, *, passive: bool = False) -> list[_AddrInfo]:
+    flags = socket.AI_PASSIVE if passive else 0
+    try:
+        found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, UnicodeError) as error:
+        raise ConnectError(
+            f"address {parsed.url!r}: host {parsed.host!r} is not known: {reason_of(error)}; "
+            "check its spelling, or write its numeric address"
+        ) from error
+    return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def _connect_one(family: socket.AddressFamily, sockaddr: SockAddr, deadline: float) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        sock.settimeout(max(1e-3, deadline - time.monotonic()))
+        sock.connect(sockaddr)
+        if sock.getsockname() == sock.getpeername():
+            # a free port of the range that outgoing connections use can be given to this very socket
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_one(family: socket.AddressFamily, sockaddr: SockAddr) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(sockaddr)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _outgoing_host(family: int) -> str:
+    """The address by which other machines reach this one: that of the interface that leads out."""
+    known = socket.AddressFamily(family)
+    with socket.socket(known, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ROUTED[known], 9))
+            return _host_text(probe.getsockname())
+        except OSError:
+            return _LOOPBACK[known]
+
+
+def _host_text(sockaddr: SockAddr) -> str:
+    host = str(sockaddr[0])
+    scope = sockaddr[3] if len(sockaddr) > 3 else 0
+    if scope and "%" not in host:
+        try:
+            return f"{host}%{socket.if_indextoname(scope)}"
+        except OSError:
+            return f"{host}%{scope}"
+    return host

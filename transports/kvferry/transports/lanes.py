@@ -1,0 +1,343 @@
+"""Lanes: one connection over several sockets.
+
+The stream of bytes is cut into stripes of a fixed size, dealt to the lanes in turn. So both ends know from
+the position in the stream alone which lane has which byte: nothing is added to the bytes, their order is
+that of the stream whatever the lanes do to each other, and a small message, which seldom crosses the end of
+a stripe, goes over one lane. Each end works with one thread a direction, in the order of the stream; the
+buffers of the kernel keep the other lanes busy meanwhile.
+
+Whoever dials opens all sockets and sends a preamble on each, with the same random id; the listener puts them
+together. A connection that starts with other bytes is an ordinary one of one lane.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from kvferry.core.buffers import total_nbytes
+from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError
+from kvferry.transports.ip import SockAddr
+from kvferry.transports.sockets import SocketConnection, flush_all, poll_timeout_ms
+from kvferry.transports.streams import StreamConnection, advance, take
+
+__all__ = ["MAX_LANES", "LaneAssembler", "LaneConnection", "Laned", "parse_lanes", "preambles"]
+
+log = logging.getLogger(__name__)
+
+MAX_LANES: Final = 16
+STRIPE_NBYTES: Final = 256 << 10
+MAGIC: Final = b"\x89KVLANE\n"
+_PREAMBLE: Final = struct.Struct("<8s16sHHI")  # magic, id, lane, lanes, bytes of a stripe
+_PREAMBLE_S: Final = 5.0
+_MAX_WAITING: Final = 256
+_LOOK_S: Final = 0.5
+_LOST_S: Final = 1.0
+_LOST: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+def parse_lanes(text: str) -> int:
+    """The option ``lanes``: a number from 1 to 16.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 2 and 1 <= int(text) <= MAX_LANES):
+        raise ConfigError(f"lanes={text}: write a number from 1 to {MAX_LANES}")
+    return int(text)
+
+
+def preambles(lanes: int) -> list[bytes]:
+    """What is sent first on each lane of a new connection."""
+    connection = secrets.token_bytes(16)
+    return [_PREAMBLE.pack(MAGIC, connection, lane, lanes, STRIPE_NBYTES) for lane in range(lanes)]
+
+
+class LaneConnection(StreamConnection):
+    """A connection over the sockets of ``lanes``, in the order of their numbers; owns them.
+
+    The loss of one lane ends the whole connection: what the lane that is due still delivers is taken for up
+    to a second after its last byte, then all lanes are reset, so that the other end knows too.
+
+    Args:
+        lanes: Connections of one socket each, without a rate; their sockets carried nothing yet.
+        rate: Bytes a second at which all lanes together send; ``None`` for as fast as it goes.
+    """
+
+    def __init__(self, lanes: Sequence[SocketConnection], *, rate: float | None = None) -> None:
+        super().__init__(local_address=lanes[0].local_address, peer_address=lanes[0].peer_address, rate=rate)
+        self._name += f" of {len(lanes)} lanes"
+        self._lanes: Final = tuple(lanes)
+        self._closing = threading.Event()
+        self._sent = 0
+        self._received = 0
+
+    # -- stripes ---------------------------------------------------------------------------------------
+
+    def _stripes(self, views: list[memoryview], position: int) -> Iterator[tuple[int, list[memoryview], int]]:
+        """``views`` cut at the ends of stripes, the first byte lying at ``position`` of the stream.
+
+        Yields:
+            The lane, its views, their bytes.
+        """
+        first = 0
+        while first < len(views):
+            stripe, into = divmod(position, STRIPE_NBYTES)
+            piece, nbytes = take(views, first, STRIPE_NBYTES - into)
+            yield stripe % len(self._lanes), piece, nbytes
+            first = advance(views, first, nbytes)
+            position += nbytes
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        if self._closing.is_set():
+            raise ConnectionClosedError(f"{self._name} is closed")
+
+    def _leave(self) -> None:
+        """The lanes keep track of who is inside them."""
+
+    def _sleep(self, seconds: float) -> bool:
+        return self._closing.wait(seconds)
+
+    def _send_all(self, views: list[memoryview], deadline: float) -> bool:
+        waited = False
+        for lane, piece, nbytes in self._stripes(views, self._sent):
+            waited |= self._lanes[lane].send_views(piece, deadline)
+            self._sent += nbytes
+        return waited
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
+        """See :meth:`Connection.recv_into`."""
+        self._enter()
+        left = [view for view in views if len(view)]
+        wanted, got = total_nbytes(left), 0
+        for lane, piece, nbytes in self._stripes(left, self._received):
+            self._fill(lane, piece, nbytes, got, wanted, deadline)
+            got += nbytes
+            self._received += nbytes
+
+    def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
+        """See :meth:`Connection.recv_at_least`."""
+        self._enter()
+        stripe, into = divmod(self._received, STRIPE_NBYTES)
+        lane = stripe % len(self._lanes)
+        if minimum > STRIPE_NBYTES - into or not self._wait_readable(lane, deadline):
+            return super().recv_at_least(view, minimum, deadline)
+        got = self._lanes[lane].recv_at_least(view[: STRIPE_NBYTES - into], minimum, deadline)
+        self._received += got
+        return got
+
+    def _fill(
+        self, lane: int, piece: list[memoryview], nbytes: int, before: int, wanted: int, deadline: float
+    ) -> None:
+        """Fill ``piece`` from ``lane``, looking after the other lanes while nothing comes."""
+        got, lost_at = 0, 0.0
+        while True:
+            until = min(deadline, time.monotonic() + _LOOK_S)
+            n = self._lanes[lane].receive_by(piece, nbytes - got, until, before + got, wanted)
+            got += n
+            if got == nbytes:
+                return
+            del piece[: advance(piece, 0, n)]
+            now = time.monotonic()
+            if now >= deadline:
+                raise self._timed_out(f"receiving, {before + got} of {wanted} bytes had come")
+            if n:
+                lost_at = 0.0
+            elif (lost := self._lost_lane()) is None:
+                continue
+            elif not lost_at:
+                lost_at = now
+            elif now - lost_at >= _LOST_S:
+                self.abort()
+                raise ConnectionClosedError(
+                    f"{self._name}: lane {lost} was cut after {before + got} of {wanted} bytes"
+                )
+
+    def _lost_lane(self) -> int | None:
+        """A lane whose stream has ended, whatever it still holds."""
+        poll, lanes = select.poll(), {}
+        for number, lane in enumerate(self._lanes):
+            if (fd := lane.fileno()) >= 0:
+                lanes[fd] = number
+                poll.register(fd, select.POLLRDHUP)
+        ready = poll.poll(0)
+        return min((lanes[fd] for fd, _ in ready), default=None)
+
+    def wait_readable(self, deadline: float) -> bool:
+        """See :meth:`Connection.wait_readable`."""
+        self._enter()
+        return self._wait_readable(self._received // STRIPE_NBYTES % len(self._lanes), deadline)
+
+    def _wait_readable(self, lane: int, deadline: float) -> bool:
+        lost_at = 0.0
+        while True:
+            now = time.monotonic()
+            if self._lanes[lane].wait_readable(min(deadline, now + _LOOK_S)):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            if self._lost_lane() is None:
+                continue
+            lost_at = lost_at or now
+            if now - lost_at >= _LOST_S:
+                return True  # the end of the stream, which the next call reports
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the stream; what was sent still arrives. Waits as the connection of one socket does."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        ending = [lane for lane in self._lanes if lane.begin_end()]
+        flush_all(ending)
+        for lane in ending:
+            lane.finish_end(flush=False)
+
+    def abort(self) -> None:
+        """End the stream at once: the peer gets a reset, what it has not received is dropped."""
+        self._closing.set()
+        for lane in self._lanes:
+            with suppress(KVFerryError):
+                lane.abort()
+
+
+@dataclass(frozen=True)
+class Laned:
+    """The sockets of one accepted connection, in the order of lanes; one of an ordinary connection."""
+
+    sockets: list[tuple[socket.socket, SockAddr]]
+
+
+@dataclass
+class _Waiting:
+    sock: socket.socket
+    sockaddr: SockAddr
+    until: float
+    begun: bool = False
+
+
+class LaneAssembler:
+    """Puts accepted sockets together to connections; one thread at a time.
+
+    Every accepted socket has five seconds to say what it is. One that says nothing, or something else than
+    a preamble, is an ordinary connection; the sockets of a group that does not get complete are closed. At
+    most 256 sockets wait; when more come, those that have waited longest are treated as if their time were
+    over.
+    """
+
+    def __init__(self) -> None:
+        self._silent: dict[int, _Waiting] = {}
+        self._groups: dict[bytes, dict[int, _Waiting]] = {}
+        self._lanes: dict[bytes, int] = {}
+
+    @property
+    def silent(self) -> list[int]:
+        """The descriptors that have not yet said what they are."""
+        return list(self._silent)
+
+    @property
+    def next_expiry(self) -> float:
+        """When :meth:`expire` has something to do, as a deadline; infinity if nothing waits."""
+        first = [waiting.until for waiting in self._silent.values()]
+        first += [waiting.until for group in self._groups.values() for waiting in group.values()]
+        return min(first, default=float("inf"))
+
+    def add(self, sock: socket.socket, sockaddr: SockAddr, now: float) -> list[Laned]:
+        """Take an accepted socket; the connections that are complete with it."""
+        sock.setblocking(False)
+        self._silent[sock.fileno()] = _Waiting(sock, sockaddr, now + _PREAMBLE_S)
+        done = self.look(sock.fileno())
+        if len(self._silent) + sum(map(len, self._groups.values())) > _MAX_WAITING:
+            done += self.expire(self.next_expiry)
+        return done
+
+    def look(self, fd: int) -> list[Laned]:
+        """See what the silent socket ``fd`` has said; the connections that are complete with it."""
+        waiting = self._silent[fd]
+        try:
+            head = waiting.sock.recv(_PREAMBLE.size, socket.MSG_PEEK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            head = b""
+        begun = 0 < len(head) < _PREAMBLE.size and MAGIC.startswith(head[: len(MAGIC)])
+        if begun and not waiting.begun:
+            # let poll wait for the rest, or the end, instead of finding the same bytes again and again
+            waiting.begun = True
+            waiting.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _PREAMBLE.size)
+            return []
+        del self._silent[fd]
+        waiting.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        if not head.startswith(MAGIC) or len(head) < _PREAMBLE.size:
+            return [Laned([(waiting.sock, waiting.sockaddr)])]
+        waiting.sock.recv(_PREAMBLE.size)
+        return self._join(waiting, head)
+
+    def _join(self, waiting: _Waiting, head: bytes) -> list[Laned]:
+        _, name, lane, lanes, stripe = _PREAMBLE.unpack(head)
+        group = self._groups.setdefault(name, {})
+        fits = stripe == STRIPE_NBYTES and lane < lanes <= MAX_LANES
+        if not fits or lane in group or self._lanes.setdefault(name, lanes) != lanes:
+            log.info(
+                "%s: a lane that does not fit was closed (lane %d of %d, stripes of %d bytes)",
+                waiting.sockaddr[0], lane, lanes, stripe,
+            )  # fmt: skip
+            waiting.sock.close()
+            if not group:
+                self._forget(name)
+            return []
+        group[lane] = waiting
+        if len(group) < lanes:
+            return []
+        self._forget(name)
+        return [Laned([(one.sock, one.sockaddr) for _, one in sorted(group.items())])]
+
+    def _forget(self, name: bytes) -> None:
+        self._groups.pop(name, None)
+        self._lanes.pop(name, None)
+
+    def expire(self, now: float) -> list[Laned]:
+        """Give up on what has waited until ``now``: the silent ones become ordinary connections."""
+        for name, group in list(self._groups.items()):
+            if any(one.until <= now for one in group.values()):
+                lanes = self._lanes[name]
+                peer = next(iter(group.values())).sockaddr[0]
+                log.info("%s: only %d of %d lanes came within %g s", peer, len(group), lanes, _PREAMBLE_S)
+                for one in group.values():
+                    one.sock.close()
+                self._forget(name)
+        over = [fd for fd, one in self._silent.items() if one.until <= now]
+        silent = [self._silent.pop(fd) for fd in over]
+        for one in silent:
+            one.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return [Laned([(one.sock, one.sockaddr)]) for one in silent]
+
+    def close(self) -> None:
+        """Close everything that waits."""
+        for waiting in [*self._silent.values(), *(w for g in self._groups.values() for w in g.values())]:
+            waiting.sock.close()
+        self._silent.clear()
+        self._groups.clear()
+        self._lanes.clear()
+
+
+def wait_for_any(listener: socket.socket, fds: list[int], until: float) -> list[int]:
+    """Of ``listener`` and ``fds``, the descriptors that have something; nothing at ``until``."""
+    poll = select.poll()
+    for fd in (listener.fileno(), *fds):
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(poll_timeout_ms(until))]
