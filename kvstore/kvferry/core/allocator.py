@@ -9,6 +9,10 @@ from kvferry.core.errors import StoreError
 
 __all__ = ["PageAllocator"]
 
+# A free run is kept in order as one number, its length before its start: quicker to compare than a pair.
+_START_BITS = 40
+_START = (1 << _START_BITS) - 1
+
 
 class PageAllocator:
     """Hands out runs of pages of mixed lengths; keeps numbers only, never touches memory.
@@ -27,13 +31,13 @@ class PageAllocator:
         self.free_pages = pages
         self._free: dict[int, int] = {0: pages} if pages else {}  # start -> length
         self._stops: dict[int, int] = {pages: 0} if pages else {}  # stop -> start
-        self._by_size: list[tuple[int, int]] = [(pages, 0)] if pages else []
+        self._by_size: list[int] = [pages << _START_BITS] if pages else []
         self._used = array("I", bytes(4 * pages))  # length of the run handed out at each page, else 0
 
     @property
     def largest_run(self) -> int:
         """Pages of the longest free run."""
-        return self._by_size[-1][0] if self._by_size else 0
+        return self._by_size[-1] >> _START_BITS if self._by_size else 0
 
     def runs(self) -> list[tuple[int, int]]:
         """Free runs as (start, pages), by address."""
@@ -63,10 +67,12 @@ class PageAllocator:
         """
         if pages < 1:
             raise ValueError(f"a run of {pages} pages")
-        at = bisect_left(self._by_size, (pages, -1))
-        if at == len(self._by_size):
+        by_size = self._by_size
+        at = bisect_left(by_size, pages << _START_BITS)
+        if at == len(by_size):
             return []
-        length, start = self._by_size.pop(at)
+        run = by_size.pop(at)
+        length, start = run >> _START_BITS, run & _START
         stop = start + length
         taken = min(count, length // pages) * pages
         del self._free[start]
@@ -74,13 +80,13 @@ class PageAllocator:
             rest = start + taken
             self._free[rest] = length - taken
             self._stops[stop] = rest
-            insort(self._by_size, (length - taken, rest), 0, at)
+            insort(by_size, (length - taken) << _START_BITS | rest, 0, at)
         else:
             del self._stops[stop]
+        self.free_pages -= taken
         starts = list(range(start, start + taken, pages))
         for first in starts:
             self._used[first] = pages
-        self.free_pages -= taken
         return starts
 
     def free(self, start: int) -> int:
@@ -111,8 +117,8 @@ class PageAllocator:
     def _insert(self, start: int, length: int) -> None:
         self._free[start] = length
         self._stops[start + length] = start
-        insort(self._by_size, (length, start))
+        insort(self._by_size, length << _START_BITS | start)
 
     def _remove(self, start: int, length: int) -> None:
         del self._free[start], self._stops[start + length]
-        del self._by_size[bisect_left(self._by_size, (length, start))]
+        del self._by_size[bisect_left(self._by_size, length << _START_BITS | start)]

@@ -166,7 +166,8 @@ class Arena:
                     return None
                 starts = self._allocators[number].allocate_many(count - len(slots), pages)
                 if starts:
-                    slots += self._segments[number].slots(starts, nbytes)
+                    generations = self._segments[number].generations
+                    slots += [Slot(number, p * PAGE_NBYTES, nbytes, generations[p]) for p in starts]
                     self._used_pages += pages * len(starts)
                 else:
                     number += 1
@@ -202,11 +203,11 @@ class Arena:
             if self._closed:
                 return
             segment, allocator = self._find(slot)
-            start = slot.offset // PAGE_NBYTES
-            if segment.generation(slot.offset) != slot.generation or allocator.length(start) is None:
+            if segment.generation(slot.offset) != slot.generation:
                 raise StoreError(f"{slot} is not in use; it was freed already")
+            pages = allocator.free(slot.offset // PAGE_NBYTES)  # refuses what is not in use
             segment.raise_generation(slot.offset)
-            self._put_back(slot)
+            self._used_pages -= pages
 
     def view(self, slot: Slot) -> memoryview:
         """The writable bytes of ``slot``; they stay mapped as long as a view lives, also after ``close``."""

@@ -87,18 +87,19 @@ class BlockTable:
 
     def add(self, block: Block) -> None:
         """Store a block whose key is not stored, as used now; tails come before their parents."""
-        block.index.add(block)
+        index = block.index
+        index.add(block)
         block.stored = True
         self.entries += 1
-        self.stored_nbytes += block.nbytes
+        self.stored_nbytes += index.slot_nbytes
         if block.holds:
             self.held_nbytes += block.nbytes
             self.forgotten_nbytes -= block.nbytes
         self.policy.inserted(block)
 
     def publish_all(
-        self, namespace_id: bytes, slot_nbytes: int, keys: Sequence[BlockKey],
-        parents: Sequence[BlockKey | None], slots: Sequence[Slot],
+        self, namespace_id: bytes, slot_nbytes: int, keys: Iterable[BlockKey],
+        parents: Iterable[BlockKey | None], slots: Sequence[Slot],
     ) -> list[Block]:  # fmt: skip
         """Store blocks whose slots are filled, given from head to tail.
 
@@ -106,8 +107,8 @@ class BlockTable:
             A block for each; ``stored`` says which are new. Of the others somebody was faster, and equal keys
             name equal bytes; their slots are the caller's.
         """
-        index = self.index(namespace_id, slot_nbytes)
-        blocks = [Block(index, *block) for block in zip(keys, parents, slots, strict=True)]
+        index = self.indexes.get(namespace_id) or self.index(namespace_id, slot_nbytes)
+        blocks = [Block(index, k, p, s) for k, p, s in zip(keys, parents, slots, strict=True)]
         for block in reversed(blocks):
             if block.key not in index.entries:
                 self.add(block)
@@ -123,10 +124,11 @@ class BlockTable:
 
     def forget(self, block: Block) -> None:
         """Take a stored block out of the index; its slot is used again when nobody holds it."""
-        self.unpin(block)
-        nbytes = block.nbytes
+        if self._pinned_until:
+            self.unpin(block)
         index = block.index
-        if block in self._leaving:
+        nbytes = index.slot_nbytes
+        if self._leaving and block in self._leaving:
             index.attach(block)
         tail = index.discard(block)
         block.stored = False

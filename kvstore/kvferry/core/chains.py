@@ -36,14 +36,15 @@ class ChainIndex(Generic[E]):
         """Enter an entry whose key is not stored."""
         self.entries[entry.key] = entry
         entry.children = self._orphans.pop(entry.key, 0) if self._orphans else 0
-        self.attach(entry)
+        if entry.parent is not None:
+            self.attach(entry)
 
     def discard(self, entry: E) -> E | None:
         """Forget a stored entry; returns its parent if that is a tail now."""
         del self.entries[entry.key]
         if entry.children:
             self._orphans[entry.key] = entry.children
-        return self.detach(entry)
+        return None if entry.parent is None else self.detach(entry)
 
     def attach(self, entry: E) -> None:
         """Count a stored entry as a child of its parent; :meth:`add` does."""
@@ -99,7 +100,13 @@ class Block(Entry):
     index: ChainIndex[Block]
 
     def __init__(self, index: ChainIndex[Block], key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
-        super().__init__(index, key, parent)
+        self.index = index  # all of Entry's too, written out: one is made for each block that is saved
+        self.key = key
+        self.parent = parent
+        self.children = 0
+        self.mark = 0
+        self.older = None
+        self.newer = None
         self.slot = slot
         self.holds = 0
         self.stored = False

@@ -162,7 +162,11 @@ class LRUPolicy:
     def inserted(self, entry: Entry) -> None:
         """See :class:`EvictionPolicy`."""
         entry.mark = 0
-        self._list.append(entry)
+        end = self._list._end  # append, written out: this is the hot path of every save
+        newest = end.older
+        assert newest is not None
+        entry.older, entry.newer = newest, end
+        newest.newer = end.older = entry
 
     def accessed(self, entries: Iterable[Entry]) -> None:
         """See :class:`EvictionPolicy`."""

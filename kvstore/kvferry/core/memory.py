@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from kvferry.core.arena import Arena, ArenaLayout
 from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
+from kvferry.core.condition import QuietCondition
 from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError, StoreError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import BlockKey
@@ -72,7 +73,7 @@ class MemoryStore:
         self.arena = Arena(capacity_nbytes, tenant=tenant, placement=placement)
         self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
         self._lock = threading.Lock()
-        self._cond = threading.Condition(self._lock)
+        self._cond = QuietCondition(self._lock)
         self._pool = BlockPool(self.arena, self, eviction(self.arena.capacity_nbytes))
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
@@ -281,9 +282,9 @@ class MemoryStore:
         asked = self._below(namespace, parents)
         with self._cond:
             missing, slots, now = self._take_slots(namespace, parents, asked, deadline)
-            fill = Fill(namespace.namespace_id, tuple([parents[k] for k in missing]), deadline)
+            fill = Fill(namespace.namespace_id, tuple(missing.values()), deadline)
             return self._pool.open_write(
-                namespace.session, namespace.spec, fill, missing, slots, now + self.lease_s
+                namespace.session, namespace.spec, fill, tuple(missing), slots, now + self.lease_s
             )
 
     def _save(
@@ -302,14 +303,13 @@ class MemoryStore:
                 return 0
             pool.begin_save(session, len(slots) * nbytes)
         try:
-            self.arena.write(slots, [sources[key] for key in missing])
+            self.arena.write(slots, map(sources.__getitem__, missing))
         except BaseException:
             self._cancel_save(namespace, slots)
             raise
         with self._lock:
             if not (self._closed or session.ended):
-                above = [parents[key] for key in missing]
-                stored = pool.finish_save(session, namespace.namespace_id, nbytes, missing, above, slots)
+                stored = pool.finish_save(session, namespace.namespace_id, nbytes, missing, slots)
                 self._cond.notify_all()
                 self._stored(stored, deadline)
                 return len(stored)
@@ -327,14 +327,19 @@ class MemoryStore:
         parents: dict[BlockKey, BlockKey | None],
         asked: Below,
         deadline: float,
-    ) -> tuple[list[BlockKey], list[Slot], float]:
-        """Keys that are not stored, a slot for each, and the time; gives the lock up while it waits."""
+    ) -> tuple[dict[BlockKey, BlockKey | None], list[Slot], float]:
+        """Those of ``parents`` that are not stored, a slot for each, and the time.
+
+        Under the lock, which it gives up while it waits for room or asks slower tiers.
+        """
         pool, ns = self._pool, namespace.namespace_id
         while True:
             now = self._begin(namespace.session, processes=True)
             index = pool.indexes.get(ns)
-            stored = {} if index is None else index.entries
-            missing = [k for k in parents if k not in stored and k not in asked.held]
+            missing = parents
+            if asked.held or not (index is None or index.entries.keys().isdisjoint(parents)):
+                stored = {} if index is None else index.entries
+                missing = {k: p for k, p in parents.items() if k not in stored and k not in asked.held}
             if asked.keys is not None and not asked.keys.issuperset(missing):
                 asked = self._ask_again(namespace, missing, asked)  # what was in memory is perhaps only below
                 continue
@@ -354,7 +359,7 @@ class MemoryStore:
                 raise CapacityError(message)
             self._wait_for_room(now, deadline)
 
-    def _ask_again(self, namespace: MemoryNamespace, missing: Sequence[BlockKey], asked: Below) -> Below:
+    def _ask_again(self, namespace: MemoryNamespace, missing: Collection[BlockKey], asked: Below) -> Below:
         """Ask slower tiers for further keys, without the lock."""
         known = asked.keys or frozenset()
         self._lock.release()

@@ -7,7 +7,7 @@ around every call, and the arena's own lock is taken inside it.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.arena import Arena
@@ -205,12 +205,16 @@ class BlockPool(BlockTable):
         self.writes.charge(session.session_id, nbytes)
 
     def finish_save(
-        self, session: Session, namespace_id: bytes, slot_nbytes: int, keys: Sequence[BlockKey],
-        parents: Sequence[BlockKey | None], slots: Sequence[Slot],
-    ) -> list[Block]:  # fmt: skip
-        """Publish what was copied, from head to tail; returns what is new."""
+        self,
+        session: Session,
+        namespace_id: bytes,
+        slot_nbytes: int,
+        parents: Mapping[BlockKey, BlockKey | None],
+        slots: Sequence[Slot],
+    ) -> list[Block]:
+        """Publish what was copied: keys with their parents, from head to tail; returns what is new."""
         self.writes.charge(session.session_id, -len(slots) * slot_nbytes)
-        return self._new(self.publish_all(namespace_id, slot_nbytes, keys, parents, slots))
+        return self._new(self.publish_all(namespace_id, slot_nbytes, parents, parents.values(), slots))
 
     def cancel_save(self, session: Session, nbytes: int, slots: Sequence[Slot]) -> None:
         """Publish nothing: the slots are free again."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,14 +78,19 @@ def _memfd(name: str, nbytes: int, placement: Placement = ANYWHERE) -> int:
 
 
 class _Views:
-    """Bounds-checked views of mapped bytes and generations; shared by owner and client."""
+    """Bounds-checked views of mapped bytes and generations; shared by owner and client.
 
-    __slots__ = ("_data", "_generations", "info")
+    Attributes:
+        info: What it is.
+        generations: The present generation of each page, as u64.
+    """
+
+    __slots__ = ("_data", "generations", "info")
 
     def __init__(self, info: SegmentInfo, data: memoryview, generations: memoryview) -> None:
         self.info = info
         self._data: memoryview | None = data
-        self._generations = generations
+        self.generations = generations
 
     def view(self, slot: Slot) -> memoryview:
         """The bytes of ``slot``; whoever takes them checks the generation after the last read.
@@ -112,7 +116,7 @@ class _Views:
             raise StoreError(
                 f"offset {offset} is outside segment {self.info.segment} of {self.info.nbytes} bytes"
             )
-        return self._generations[offset // PAGE_NBYTES]
+        return self.generations[offset // PAGE_NBYTES]
 
 
 class Segment(_Views):
@@ -158,18 +162,13 @@ class Segment(_Views):
         super().__init__(SegmentInfo(segment, nbytes, tenant), memoryview(data), memoryview(table).cast("Q"))
         self.array: ByteArray | None = np.frombuffer(data, np.uint8)
 
-    def slots(self, pages: Iterable[int], nbytes: int) -> list[Slot]:
-        """Slots of ``nbytes`` bytes that start on these pages, under their present generations."""
-        number, generations = self.info.segment, self._generations
-        return [Slot(number, page * PAGE_NBYTES, nbytes, generations[page]) for page in pages]
-
     def raise_generation(self, offset: int) -> None:
         """Count the page at ``offset`` up, so that whoever still reads there finds out.
 
         One aligned store of eight bytes; it is ordered before the next user's first write by the
         release and taking of the store's lock in between.
         """
-        self._generations[offset // PAGE_NBYTES] += 1
+        self.generations[offset // PAGE_NBYTES] += 1
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last view. A second call does nothing."""
