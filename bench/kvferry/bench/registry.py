@@ -51,6 +51,12 @@ GROUPS: dict[str, Group] = {
         scenarios=("stream.layers",),
         runner="kvferry.bench.scenarios.stream_layers:run",
     ),
+    "transport": Group(
+        name="transport",
+        summary="bytes moved between two processes, and memory that both see",
+        scenarios=("transport.unix.arena",),
+        runner="kvferry.bench.scenarios.transport_arena:run",
+    ),
     "store": Group(
         name="store",
         summary="blocks saved, found, loaded and evicted, in memory and on disk",
