@@ -4,9 +4,11 @@ import itertools
 import socket
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import trustme
 
 from kvferry.testing.transports import SharedMemorySuite, TransportSuite
 from kvferry.transports import get_transport
@@ -97,3 +99,36 @@ class TestTcpFourLanes(TransportSuite):
 
     def listen_url(self) -> str:
         return "tcp://127.0.0.1:0?lanes=4"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("certificates")
+    files = {name: folder / name for name in ("ca", "cert", "key")}
+    ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    own = ca.issue_cert("127.0.0.1")
+    ca.cert_pem.write_to_path(files["ca"])
+    own.private_key_pem.write_to_path(files["key"])
+    files["cert"].write_bytes(b"".join(blob.bytes() for blob in own.cert_chain_pems))
+    return files
+
+
+class TestTls(TransportSuite):
+    connect_cycles: ClassVar[int] = 30
+
+    @pytest.fixture(autouse=True)
+    def _files(self, certificates: dict[str, Path]) -> None:
+        self.files = certificates
+
+    def transport(self) -> Transport:
+        return get_transport("tls")
+
+    def listen_url(self) -> str:
+        return "tls://127.0.0.1:0?cert={cert}&key={key}&ca={ca}".format(**self.files)
+
+
+class TestMutualTls(TestTls):
+    largest_nbytes: ClassVar[int] = 4 << 20
+
+    def listen_url(self) -> str:
+        return super().listen_url() + "&client_ca={ca}".format(**self.files)

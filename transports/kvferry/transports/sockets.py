@@ -361,11 +361,15 @@ class SocketConnection(StreamConnection):
         if not self._guard.begin_close():
             return False
         try:
+            self._last_words()
             self._shutdown(socket.SHUT_WR)
         except BaseException:
             self._guard.leave()
             raise
         return True
+
+    def _last_words(self) -> None:
+        """What is sent before the end of the stream: here nothing."""
 
     def finish_end(self, *, flush: bool = True) -> None:
         """The second half, which waits for what is unsent."""
