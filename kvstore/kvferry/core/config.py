@@ -9,10 +9,11 @@ Import this module only where the configuration is used: it brings pydantic.
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from kvferry.core.config_tiers import TierConfig
-from kvferry.core.config_types import Kind, Nbytes, Seconds, Section, Url
+from kvferry.core.config_types import Kind, Nbytes, Policy, Seconds, Section, Url
+from kvferry.core.errors import ConfigError
 
 __all__ = [
     "Config",
@@ -96,7 +97,7 @@ class StoreConfig(Section):
         le=64 * _TIB,
         description="Memory that one session may have reserved; all of it if none.",
     )
-    eviction: str = Field(
+    eviction: Annotated[str, Policy("eviction")] = Field(
         default="lru", min_length=1, max_length=64, description="What memory evicts first: lru or s3fifo."
     )
     low_watermark: float = Field(
@@ -120,6 +121,14 @@ class StoreConfig(Section):
     tiers: tuple[TierConfig, ...] = Field(
         default=(), max_length=8, description="Slower tiers, fastest first; text is kind:path?option=value."
     )
+
+    @field_validator("tiers")
+    @classmethod
+    def _apart(cls, tiers: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
+        names = ["dram", *(tier.name or tier.kind for tier in tiers)]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"tiers need different names, got {', '.join(names)}; give one of them a name")
+        return tiers
 
 
 class ModelConfig(Section):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from kvferry.core.config import Config
+from kvferry.core.config import Config, TierConfig
 from kvferry.core.config_types import allowed, is_secret, show
 from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
@@ -27,6 +27,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
 }
 """Environment variables with our prefix that are no fields of the configuration."""
 
+_TIERS = "store.tiers"
 _KUBERNETES_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
 
@@ -71,6 +72,10 @@ class Loaded:
         for key, field in fields().items():
             section, _, name = key.partition(".")
             value = getattr(getattr(self.config, section), name)
+            tiers: list[TierConfig] = []
+            if key == _TIERS:
+                value = tuple(tier.shown() for tier in value)
+                tiers = list(getattr(getattr(self.config, section), name))
             yield Value(
                 key,
                 "***" if is_secret(field) and value is not None else _plain(value),
@@ -78,6 +83,20 @@ class Loaded:
                 self.sources.get(key, "default"),
                 allowed(field),
                 field.description or "",
+            )
+            for number, tier in enumerate(tiers):
+                yield from self._of_tier(f"{key}[{number}]", tier)
+
+    def _of_tier(self, where: str, tier: TierConfig) -> Iterator[Value]:
+        source = self.sources.get(_TIERS, "default")
+        for option in tier.values():
+            yield Value(
+                f"{where}.{option.name}",
+                "***" if option.secret and option.value is not None else option.value,
+                "***" if option.secret and option.value is not None else option.text,
+                source if option.given else "default",
+                option.allowed,
+                option.description,
             )
 
 

@@ -1,12 +1,15 @@
 """One slower tier in the configuration: a table, or the same in one line of text."""
 
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, cast
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from pydantic import Field, model_validator
 
-from kvferry.core.config_types import Nbytes, Seconds, Section
-from kvferry.core.errors import ConfigError
+from kvferry.core.config_types import Nbytes, Policy, Seconds, Section, allowed, show
+from kvferry.core.errors import ConfigError, PluginUnavailableError
+from kvferry.core.nearest import did_you_mean
+from kvferry.core.tier_plugins import TIERS, TierOption
 
 __all__ = ["TierConfig"]
 
@@ -27,19 +30,19 @@ class TierConfig(Section):
     name: str | None = Field(
         default=None, min_length=1, max_length=64, description="How it is called; as its kind if none."
     )
-    write: str = Field(
+    write: Annotated[str, Policy("write")] = Field(
         default="write_back",
         min_length=1,
         max_length=64,
         description="When blocks are written to it: write_through, write_back or on_evict.",
     )
-    admission: str = Field(
+    admission: Annotated[str, Policy("admission")] = Field(
         default="always",
         min_length=1,
         max_length=64,
         description="Which blocks are written to it: always or second_hit.",
     )
-    promotion: str = Field(
+    promotion: Annotated[str, Policy("promotion")] = Field(
         default="always",
         min_length=1,
         max_length=64,
@@ -68,7 +71,26 @@ class TierConfig(Section):
         nested = table.get(_OPTIONS)
         if isinstance(nested, dict):
             rest |= cast("dict[str, object]", nested)
+        kind, name = own.get("kind"), own.get("name")
+        if isinstance(kind, str) and isinstance(name, str | None):
+            described = _describe(kind, name or kind, rest, list(cls.model_fields))
+            rest = {option.name: option.value for option in described if option.given}
         return own | {_OPTIONS: rest}
+
+    def values(self) -> Iterator[TierOption]:
+        """Every value that holds: those of the store's side, then the options of the kind."""
+        for name, field in type(self).model_fields.items():
+            if name != _OPTIONS:
+                value, given = getattr(self, name), name in self.model_fields_set
+                text = show(field, value)
+                yield TierOption(name, value, given, text, allowed(field), field.description or "")
+        yield from _describe(self.kind, self.name or self.kind, self.options, [])
+
+    def shown(self) -> "TierConfig":
+        """The same with stars for what is secret."""
+        secret = [option.name for option in self.values() if option.secret and option.given]
+        options = {name: "***" if name in secret else value for name, value in self.options.items()}
+        return self.model_copy(update={_OPTIONS: options})
 
     def __str__(self) -> str:
         """The text form, with what differs from the defaults."""
@@ -80,6 +102,8 @@ class TierConfig(Section):
         }
         options = dict(self.options)
         path = options.pop("directory", "") if isinstance(options.get("directory"), str) else ""
+        if isinstance(listed := options.get("directories"), list | tuple) and len(listed) == 1:
+            path = options.pop("directories")[0]
         query = urlencode({**options, **shown}, doseq=True, safe="/:[]")
         return f"{self.kind}:{quote(str(path))}{'?' if query else ''}{query}"
 
@@ -100,3 +124,21 @@ def _from_line(text: str) -> dict[str, object]:
     if path:
         found["directory"] = unquote(path)
     return {"kind": kind, **found}
+
+
+def _describe(kind: str, name: str, options: Mapping[str, object], own: list[str]) -> list[TierOption]:
+    """Check the options of a tier by its plug-in; ``own`` are the names that the store itself knows."""
+    try:
+        plugin = TIERS.load(kind)
+    except PluginUnavailableError:  # whoever opens it is told what is missing
+        return [TierOption(key, value, True, str(value)) for key, value in options.items()]
+    known: tuple[str, ...] | None = plugin.option_names
+    for option in options:
+        if known is not None and option not in known:
+            near = did_you_mean(option, [*known, *own])
+            of_store = [each for each in own if each != _OPTIONS]
+            raise ConfigError(
+                f"tier {name}: no option {option!r}{near} (of {kind}: {', '.join(known)}; "
+                f"of every tier: {', '.join(of_store)})"
+            )
+    return cast("list[TierOption]", plugin.describe_options(name, options))

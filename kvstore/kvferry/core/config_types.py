@@ -14,9 +14,10 @@ from pydantic.fields import FieldInfo
 
 from kvferry.core.address import parse_url
 from kvferry.core.errors import ConfigError
+from kvferry.core.tier_plugins import policy_names, require_policy
 from kvferry.core.units import format_nbytes, format_seconds, parse_nbytes, parse_seconds
 
-__all__ = ["Kind", "Nbytes", "Seconds", "Section", "Url", "allowed", "is_secret", "show"]
+__all__ = ["Kind", "Nbytes", "Policy", "Seconds", "Section", "Url", "allowed", "is_secret", "show"]
 
 T = TypeVar("T")
 
@@ -41,6 +42,13 @@ class Url:
 
     default_port: int
     default_scheme: str = "tcp"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Marks a ``str`` as the name of a policy of this kind, a plug-in of the store."""
+
+    kind: str
 
 
 class Section(BaseModel):
@@ -78,6 +86,9 @@ def _value(field: FieldInfo, value: object) -> object:
     kind = _marker(field, Kind)
     if kind is not None and isinstance(value, str | int | float):
         return parse_nbytes(value) if kind is Kind.SIZE else parse_seconds(value)
+    policy = _marker(field, Policy)
+    if policy is not None and isinstance(value, str) and value != field.default:
+        require_policy(policy.kind, value)
     url = _marker(field, Url)
     if any(get_origin(t) is tuple for t in types):
         items = _items(value)
@@ -154,6 +165,9 @@ def _allowed_type(field: FieldInfo, kind: object) -> str:
     if get_origin(kind) is tuple:
         few = f"at least {bounds['min_length']} " if "min_length" in bounds else ""
         return f"{few}address{'es' if few != 'at least 1 ' else ''} (a list, or text with commas)"
+    policy = _marker(field, Policy)
+    if policy is not None:
+        return "one of " + ", ".join(policy_names(policy.kind))
     url = _marker(field, Url)
     if url is not None:
         return f"an address such as {url.default_scheme}://127.0.0.1:{url.default_port}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry.core.placement import Placement
-from kvferry.core.registry import Registry
 from kvferry.core.sessions import Session
 from kvferry.core.tenants import check_tenant
+from kvferry.core.tier_plugins import TIERS
 from kvferry.store.level import LevelOptions
 from kvferry.store.options import StoreOptions
 from kvferry.store.policies import admission_policy, eviction_policy, promotion_policy, write_policy
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvferry.core.config_tiers import TierConfig
 
 __all__ = ["open_store"]
-
-TIERS: Registry[type[Tier]] = Registry("kvferry.tiers")
 
 
 def open_store(
@@ -49,8 +47,8 @@ def open_store(
     try:
         for table in config.tiers:
             used = _level_options(table)
-            tier = TIERS.load(table.kind).from_options(table.name or table.kind, table.options)
-            tiers.append((tier, used))
+            plugin: type[Tier] = TIERS.load(table.kind)
+            tiers.append((plugin.from_options(table.name or table.kind, table.options), used))
     except BaseException:
         for tier, _ in tiers:
             tier.close()

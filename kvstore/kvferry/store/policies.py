@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, cast
 
-from kvferry.core.errors import UnknownPluginError
 from kvferry.core.eviction import Entry, EntryList, EvictionPolicy, LRUPolicy, inner_victims
 from kvferry.core.keys import BlockKey
-from kvferry.core.nearest import did_you_mean
-from kvferry.core.registry import Registry
+from kvferry.core.tier_plugins import POLICIES, require_policy
 from kvferry.store.s3fifo import S3FIFOPolicy
 
 __all__ = [
@@ -178,16 +176,9 @@ class OnEvict:
     full: Literal["wait", "drop"] = "wait"
 
 
-_REGISTRY: Registry[Callable[..., Any]] = Registry("kvferry.policies")
-
-
 def _make(kind: _Kind, name: str) -> Callable[..., Any]:
-    known = [n.partition(".")[2] for n in _REGISTRY.names() if n.startswith(f"{kind}.")]
-    if name not in known:
-        raise UnknownPluginError(
-            f"no {kind} policy {name!r}{did_you_mean(name, known)} (existing: {', '.join(known) or 'none'})"
-        )
-    return _REGISTRY.load(f"{kind}.{name}")
+    require_policy(kind, name)
+    return cast("Callable[..., Any]", POLICIES.load(f"{kind}.{name}"))
 
 
 def eviction_policy(name: str) -> Callable[[int], EvictionPolicy]:

@@ -13,10 +13,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
+from kvferry.core.tier_plugins import TierOption
 
 __all__ = [
     "UNKNOWN_PARENT",
@@ -27,6 +28,7 @@ __all__ = [
     "Tier",
     "TierEntry",
     "TierNamespace",
+    "TierOption",
     "TierUsage",
     "WriteOutcome",
     "WriteResult",
@@ -222,7 +224,11 @@ class Tier(ABC):
         name: Under which the store, its metrics and :class:`~kvferry.core.blockstore.Hit` speak of it.
         persistent: Whether entries outlive the process.
         indexed: Whether :meth:`contains` and :meth:`scan` answer from memory, without waiting for the medium.
+        option_names: Names of all options that :meth:`from_options` takes; ``None``: not told, and then not
+            checked before the tier is built.
     """
+
+    option_names: ClassVar[tuple[str, ...] | None] = None
 
     name: str
     persistent: bool = False
@@ -236,6 +242,19 @@ class Tier(ABC):
         Raises:
             ConfigError: For an option that is unknown, missing or has a wrong value.
         """
+
+    @classmethod
+    def describe_options(cls, name: str, options: Mapping[str, object]) -> list[TierOption]:
+        """Check options as :meth:`from_options` does, and tell all that there are, with the values that hold.
+
+        Called when the configuration is read: nothing is opened or made. A tier that leaves this method as
+        it is has its options checked when it is built.
+
+        Raises:
+            ConfigError: As :meth:`from_options`.
+        """
+        del name
+        return [TierOption(key, value, True, str(value)) for key, value in options.items()]
 
     @abstractmethod
     def open(self, namespace: TierNamespace) -> None:

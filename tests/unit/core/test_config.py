@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from kvferry.core.config import Config, DecodeConfig, PrefillConfig, TierConfig
 from kvferry.core.config_sources import OTHER_VARIABLES, Flag, Loaded, check_environment, fields, load_config
-from kvferry.core.config_types import Kind, Nbytes, Seconds, Section, Url, allowed, is_secret, show
+from kvferry.core.config_types import Kind, Nbytes, Policy, Seconds, Section, Url, allowed, is_secret, show
 from kvferry.core.errors import ConfigError
 
 
@@ -54,11 +54,26 @@ def _plan(field: FieldInfo, kind: object) -> Plan:
         return Plan([Example("false", "false", False), Example("true", "true", True)], ["maybe", "2"])
     if get_args(kind) and get_args(kind)[0] is TierConfig:
         tiers = (
-            TierConfig(kind="a", options={"directory": "/x", "n": "1"}),
-            TierConfig(kind="b", name="c", queue=1024),
+            TierConfig(kind="disk", options={"directory": "/x", "capacity": 2**20, "read_threads": 2}),
+            TierConfig(
+                kind="disk", name="c", queue=1024, options={"directories": ["/y"], "capacity": "1GiB"}
+            ),
         )
-        tables = '[{kind = "a", directory = "/x", n = "1"}, {kind = "b", name = "c", queue = "1KiB"}]'
-        return Plan([Example("a:/x?n=1, b:?name=c&queue=1024", tables, tiers)], ["disk", "a:?queue=0"])
+        tables = (
+            '[{kind = "disk", directory = "/x", capacity = "1MiB", read_threads = 2}, '
+            '{kind = "disk", name = "c", queue = "1KiB", directories = ["/y"], capacity = 1073741824}]'
+        )
+        text = "disk:/x?capacity=1MiB&read_threads=2, disk:/y?capacity=1GiB&name=c&queue=1024"
+        bad = [
+            "disk",
+            "disk:/x?capacity=1MiB&queue=0",
+            "disk:/x",
+            "tape:/x",
+            "disk:/x?capacity=1MiB&sync=maybe",
+        ]
+        return Plan([Example(text, tables, tiers)], bad)
+    if any(isinstance(m, Policy) for m in field.metadata):
+        return Plan([Example("s3fifo", '"s3fifo"', "s3fifo")], ["some text", ""])
     if get_origin(kind) is tuple:
         assert url is not None
         value = (f"{url.default_scheme}://a:1", f"{url.default_scheme}://b:{url.default_port}")

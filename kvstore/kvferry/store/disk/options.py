@@ -10,7 +10,8 @@ from typing import Literal, cast, get_args
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
-from kvferry.core.units import parse_nbytes, parse_seconds
+from kvferry.core.tier_plugins import TierOption
+from kvferry.core.units import format_nbytes, parse_nbytes, parse_seconds
 
 __all__ = ["Direct", "DiskOptions", "Sync"]
 
@@ -82,9 +83,11 @@ class DiskOptions:
         """
         known = {f.name.removesuffix("_nbytes"): f.name for f in fields(cls)}
         found: dict[str, object] = {}
+        if "directory" in values and "directories" in values:
+            raise ConfigError(f"{where}: give directory or directories, not both")
         for name, value in values.items():
             if name == "directory":
-                name, value = "directories", [value]
+                name, value = "directories", value if isinstance(value, (list, tuple)) else [value]
             if name not in known:
                 near = did_you_mean(name, list(known))
                 raise ConfigError(f"{where}: no option {name!r}{near} (existing: {', '.join(known)})")
@@ -98,6 +101,53 @@ class DiskOptions:
             return cls(**found)  # type: ignore[arg-type]  # checked by _converted and __post_init__
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
+
+    @classmethod
+    def describe(cls, where: str, values: Mapping[str, object]) -> list[TierOption]:
+        """Check a table of the configuration, and tell every option with the value that holds.
+
+        Raises:
+            ConfigError: As :meth:`from_mapping`.
+        """
+        options = cls.from_mapping(where, values)
+        given = {"directories" if name == "directory" else name for name in values}
+        found = []
+        for each in fields(cls):
+            name = each.name.removesuffix("_nbytes")
+            value = getattr(options, each.name)
+            if isinstance(value, tuple):
+                value = list(value)
+            about = _ABOUT[name]
+            found.append(TierOption(name, value, name in given, _shown(each.name, value), *about))
+        return found
+
+
+_SIZE = "a size such as 8GiB"
+_ABOUT: dict[str, tuple[str, str]] = {
+    "directories": ("a list of paths", "One a device; blocks are spread over them by their keys."),
+    "capacity": (f"{_SIZE}, at least 64 KiB", "Cap on what all directories together take up, as du counts."),
+    "keep_free": (_SIZE, "What stays free on the file system of each directory, whoever fills it."),
+    "sync": ("one of none, data, full", "What is done before a block counts as stored."),
+    "direct": ("one of auto, on, off", "O_DIRECT; auto measures at the start whether it pays."),
+    "read_threads": ("1 to 64", "Files read at once."),
+    "write_threads": ("1 to 64", "Files written at once."),
+    "quarantine": (_SIZE, "Corrupt files kept for a look, a part of the capacity, at most an eighth of it."),
+    "eviction": ("the name of an eviction policy", "What is evicted first, such as lru or s3fifo."),
+    "verify": ("true or false", "Whether all headers are compared in the background after the start."),
+    "retry_s": ("a time such as 5s, above 0", "Pause between attempts to use a directory that has failed."),
+}
+"""What each option takes and does, for people."""
+
+
+def _shown(name: str, value: object) -> str:
+    if name.endswith("_nbytes") and isinstance(value, int):
+        text = format_nbytes(value)
+        return text if parse_nbytes(text) == value else f"{value} B"
+    if name.endswith("_s"):
+        return f"{value:g} s"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

@@ -6,6 +6,7 @@ import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -39,6 +40,7 @@ from kvferry.store.tier import (
     Tier,
     TierEntry,
     TierNamespace,
+    TierOption,
     TierUsage,
     WriteOutcome,
     WriteResult,
@@ -71,6 +73,7 @@ class DiskTier(Tier):
 
     persistent = True
     indexed = True
+    option_names = ("directory", *(f.name.removesuffix("_nbytes") for f in fields(DiskOptions)))
 
     def __init__(
         self,
@@ -113,6 +116,13 @@ class DiskTier(Tier):
     def from_options(cls, name: str, options: Mapping[str, object]) -> DiskTier:
         """Build the tier from its table in the configuration: see :meth:`DiskOptions.from_mapping`."""
         return cls(name, DiskOptions.from_mapping(f"tier {name}", options))
+
+    @classmethod
+    def describe_options(cls, name: str, options: Mapping[str, object]) -> list[TierOption]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        found = DiskOptions.describe(f"tier {name}", options)
+        eviction_policy(str(next(option.value for option in found if option.name == "eviction")))
+        return found
 
     # -- starting --------------------------------------------------------------------------------------
 
