@@ -30,7 +30,8 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 # one stamp a set of extras: installed once, and again when the project's requirements change
-$(VENV)/.installed-%: pyproject.toml constraints.txt .ci/setup .ci/find-python
+NATIVE := $(wildcard codecs/kvferry/codecs/native/*.c codecs/kvferry/codecs/native/*.h codecs/kvferry/codecs/native/CMakeLists.txt)
+$(VENV)/.installed-%: pyproject.toml constraints.txt .ci/setup .ci/find-python $(NATIVE)
 	@.ci/setup $(VENV) $*
 	@touch $@
 

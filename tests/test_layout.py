@@ -109,3 +109,16 @@ def test_decisions_are_numbered_and_listed() -> None:
     assert [name[:4] for name in files] == [f"{i:04d}" for i in range(len(files))]
     index = (folder / "README.md").read_text()
     assert not [name for name in files if f"({name})" not in index]
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    """The build backend takes a table, one line a sub-package; a folder without a line would be left out."""
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = set(re.findall(r'^"(kvferry/\w+)" = "(\w+)/kvferry/\w+"$', text, re.MULTILINE))
+    found = {
+        (f"kvferry/{package.name}", root)
+        for root in SOURCE_ROOTS
+        for package in packages(ROOT / root)
+        if package.parent.name == "kvferry"
+    }
+    assert listed == found

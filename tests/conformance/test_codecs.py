@@ -1,22 +1,89 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
 
 from kvferry.codecs.base import Codec, CodecConfig
+from kvferry.codecs.ebp import EbpCodec
+from kvferry.codecs.kernels import use_kernels
+from kvferry.codecs.native import native
+from kvferry.codecs.quantised import Fp8Codec, Int4Codec, Int8Codec
 from kvferry.codecs.raw import RawCodec
+from kvferry.codecs.split import SplitCodec
 from kvferry.core.errors import CodecError, CorruptBlockError
 from kvferry.core.spec import LayerSpec
 from kvferry.testing.codecs import CodecSuite
 
+EVERY_LAYER = ("kv_bf16", "mla", "padded", "scalar", "uint8", "empty")
+FLOAT_LAYERS = ("kv_bf16", "kv_fp16", "mla", "padded", "empty")
+
 
 class TestRawCodec(CodecSuite):
-    must_encode = ("kv_bf16", "mla", "padded", "scalar", "uint8", "empty")
+    must_encode = EVERY_LAYER
 
     def make_codec(self) -> Codec:
         return RawCodec()
+
+
+class OnBothKernels(CodecSuite):
+    """Runs the suite on the native kernels and in numpy."""
+
+    must_encode = FLOAT_LAYERS
+
+    @pytest.fixture(autouse=True, params=["native", "numpy"])
+    def _kernels(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        if request.param == "native" and native().library is None:
+            pytest.skip(f"no native kernels: {native().reason}")
+        with use_kernels(request.param):
+            yield
+
+
+class TestEbpCodec(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return EbpCodec()
+
+
+class TestEbpCodecOfFourBits(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return EbpCodec(bits=4)
+
+
+class TestSplitCodec(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return SplitCodec()
+
+
+class TestInt8Codec(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return Int8Codec()
+
+
+class TestInt8CodecByChannel(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return Int8Codec(k="channel", group=32)
+
+
+class TestInt4Codec(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return Int4Codec()
+
+
+class TestInt4CodecOfOddGroups(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return Int4Codec(group=7)
+
+
+class TestFp8Codec(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return Fp8Codec()
+
+
+class TestFp8CodecWithoutScale(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return Fp8Codec(scaled=False)
 
 
 class ZlibCodec(Codec):

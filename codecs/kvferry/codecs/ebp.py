@@ -1,0 +1,61 @@
+"""``ebp``: exponent packing, lossless; the codec to ask for when bytes should be fewer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvferry.codecs.base import CodecConfig
+from kvferry.codecs.kernels import kernels
+from kvferry.codecs.parameters import Parameters
+from kvferry.codecs.tensors import TensorCodec, TensorView
+from kvferry.core.buffers import ByteArray
+from kvferry.core.errors import CodecError
+from kvferry.core.spec import TensorSpec
+
+__all__ = ["EbpCodec"]
+
+
+class EbpCodec(TensorCodec):
+    """Packs the exponents of bfloat16 and float16 to 3 or 4 bits below the largest of their channel.
+
+    Signs and mantissas hold no redundancy in KV; exponents of one channel lie close together. What is out of
+    reach is kept as a byte, so every bit pattern comes back. About 1.42 times smaller with 3 bits, 1.32 with
+    4 at nearly twice the speed.
+
+    Args:
+        bits: 3, 4, or 0 to choose by a sample for each tensor.
+
+    Raises:
+        CodecError: For other bits.
+    """
+
+    codec_id: ClassVar[str] = "ebp"
+
+    def __init__(self, bits: int = 0) -> None:
+        if bits not in (0, 3, 4):
+            raise CodecError(
+                f"codec 'ebp': bits is {bits}; write 3 or 4, or leave it out to choose by sample"
+            )
+        self.bits = bits
+
+    def encode_tensor(self, view: TensorView, tensor: TensorSpec, dst: ByteArray) -> int:
+        """See :meth:`TensorCodec.encode_tensor`."""
+        del tensor
+        return kernels().ebp_encode(view, self.bits, dst)
+
+    def decode_tensor(self, view: TensorView, tensor: TensorSpec, src: ByteArray) -> int:
+        """See :meth:`TensorCodec.decode_tensor`."""
+        del tensor
+        return kernels().ebp_decode(view, src)
+
+    def config(self) -> CodecConfig:
+        """``bits``, if it was given."""
+        return {"bits": self.bits} if self.bits else {}
+
+    @classmethod
+    def from_config(cls, config: CodecConfig) -> EbpCodec:
+        """Build it from :meth:`config`."""
+        given = Parameters(cls.codec_id, config)
+        codec = cls(given.integer("bits", 0, 0, 4))
+        given.check()
+        return codec

@@ -1,0 +1,185 @@
+"""``int8``, ``int4`` and ``fp8``: fewer bits a value, lossy, with a stated bound of the error."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from kvferry.codecs.base import CodecConfig
+from kvferry.codecs.fallback.quant import CHANNEL, FP8, FP8_PLAIN, INT4, INT8, TOKEN
+from kvferry.codecs.kernels import kernels
+from kvferry.codecs.parameters import Parameters
+from kvferry.codecs.tensors import TensorCodec, TensorView
+from kvferry.core.buffers import ByteArray
+from kvferry.core.spec import TensorSpec
+
+__all__ = ["Fp8Codec", "Int4Codec", "Int8Codec"]
+
+_AXES: Final = ("token", "channel")
+_NUMBERS: Final = {"token": TOKEN, "channel": CHANNEL}
+_MOST: Final = 0xFFFF
+
+
+class _Quantised(TensorCodec):
+    """What the three share.
+
+    Groups with values that are not finite, or whose magnitudes no scale fits, are kept as they are, bit for
+    bit; their neighbours do not notice. The sign of a zero is lost, subnormals become multiples of the step.
+    """
+
+    lossless = False
+    default_bound: ClassVar[float]
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    def error_bound(self, tensor: TensorSpec) -> float:
+        """See :meth:`Codec.error_bound`."""
+        del tensor
+        return self.bound
+
+    def kind(self) -> int:
+        """Which code the kernels write."""
+        raise NotImplementedError
+
+    def axis_and_group(self, tensor: TensorSpec) -> tuple[str, int]:
+        """Whether groups of ``tensor`` run over a token or a channel, and their length."""
+        raise NotImplementedError
+
+    def encode_tensor(self, view: TensorView, tensor: TensorSpec, dst: ByteArray) -> int:
+        """See :meth:`TensorCodec.encode_tensor`."""
+        axis, group = self.axis_and_group(tensor)
+        return kernels().quant_encode(view, self.kind(), _NUMBERS[axis], group, dst)
+
+    def decode_tensor(self, view: TensorView, tensor: TensorSpec, src: ByteArray) -> int:
+        """See :meth:`TensorCodec.decode_tensor`."""
+        del tensor
+        return kernels().quant_decode(view, self.kind(), src)
+
+
+class Int8Codec(_Quantised):
+    """One signed byte a value, and a bfloat16 scale for each group; about 1.94 times smaller.
+
+    Args:
+        k: Groups of ``k`` tensors: ``token`` (neighbours in a head) or ``channel`` (neighbours in time),
+            which fits models whose keys have channels that stick out.
+        group: Values that share a scale.
+        bound: Largest relative L2 error of a tensor.
+    """
+
+    codec_id: ClassVar[str] = "int8"
+    default_bound = 0.02
+
+    def __init__(self, k: str = "token", group: int = 64, bound: float = default_bound) -> None:
+        super().__init__(bound)
+        self.k = k
+        self.group = group
+
+    def kind(self) -> int:
+        """See the base."""
+        return INT8
+
+    def axis_and_group(self, tensor: TensorSpec) -> tuple[str, int]:
+        """See the base."""
+        return (self.k if tensor.name == "k" else "token"), self.group
+
+    def config(self) -> CodecConfig:
+        """What differs from the defaults."""
+        return _given(self, Int8Codec(), "k", "group", "bound")
+
+    @classmethod
+    def from_config(cls, config: CodecConfig) -> Int8Codec:
+        """Build it from :meth:`config`."""
+        given = Parameters(cls.codec_id, config)
+        k, group = given.choice("k", "token", _AXES), given.integer("group", 64, 1, _MOST)
+        codec = cls(k, group, given.number("bound", cls.default_bound, 0, 1))
+        given.check()
+        return codec
+
+
+class Int4Codec(_Quantised):
+    """Four bits a value, with a step and a lowest value for each group; about 3.2 times smaller.
+
+    After KIVI (Liu et al., 2024): keys are grouped by channel, values by token.
+
+    Args:
+        group: Values that share a step; 32, or 64 for 3.55 times at a larger error.
+        k: Groups of ``k`` tensors, ``channel`` or ``token``.
+        bound: Largest relative L2 error of a tensor.
+    """
+
+    codec_id: ClassVar[str] = "int4"
+    default_bound = 0.12
+
+    def __init__(self, group: int = 32, k: str = "channel", bound: float = default_bound) -> None:
+        super().__init__(bound)
+        self.group = group
+        self.k = k
+
+    def kind(self) -> int:
+        """See the base."""
+        return INT4
+
+    def axis_and_group(self, tensor: TensorSpec) -> tuple[str, int]:
+        """See the base."""
+        return (self.k if tensor.name == "k" else "token"), self.group
+
+    def config(self) -> CodecConfig:
+        """What differs from the defaults."""
+        return _given(self, Int4Codec(), "group", "k", "bound")
+
+    @classmethod
+    def from_config(cls, config: CodecConfig) -> Int4Codec:
+        """Build it from :meth:`config`."""
+        given = Parameters(cls.codec_id, config)
+        group, k = given.integer("group", 32, 2, 127), given.choice("k", "channel", _AXES)
+        codec = cls(group, k, given.number("bound", cls.default_bound, 0, 1))
+        given.check()
+        return codec
+
+
+class Fp8Codec(_Quantised):
+    """float8 e4m3, scaled a group (about 1.94 times smaller) or as it is (twice).
+
+    Without a scale a tensor with values above 448, or not finite, is kept as it is. Engines that keep
+    fp8 themselves have fp8 tensors, which every codec here leaves alone.
+
+    Args:
+        scaled: Whether each group has a scale.
+        group: Values that share one.
+        bound: Largest relative L2 error of a tensor.
+    """
+
+    codec_id: ClassVar[str] = "fp8"
+    default_bound = 0.04
+
+    def __init__(self, *, scaled: bool = True, group: int = 64, bound: float = default_bound) -> None:
+        super().__init__(bound)
+        self.scaled = scaled
+        self.group = group
+
+    def kind(self) -> int:
+        """See the base."""
+        return FP8 if self.scaled else FP8_PLAIN
+
+    def axis_and_group(self, tensor: TensorSpec) -> tuple[str, int]:
+        """See the base."""
+        del tensor
+        return "token", self.group
+
+    def config(self) -> CodecConfig:
+        """What differs from the defaults."""
+        return _given(self, Fp8Codec(), "scaled", "group", "bound")
+
+    @classmethod
+    def from_config(cls, config: CodecConfig) -> Fp8Codec:
+        """Build it from :meth:`config`."""
+        given = Parameters(cls.codec_id, config)
+        scaled, group = given.flag("scaled", default=True), given.integer("group", 64, 1, _MOST)
+        codec = cls(scaled=scaled, group=group, bound=given.number("bound", cls.default_bound, 0, 1))
+        given.check()
+        return codec
+
+
+def _given(codec: object, default: object, *names: str) -> CodecConfig:
+    """The parameters of ``codec`` that are not those of ``default``."""
+    return {name: getattr(codec, name) for name in names if getattr(codec, name) != getattr(default, name)}
