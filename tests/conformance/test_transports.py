@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,3 +133,21 @@ class TestMutualTls(TestTls):
 
     def listen_url(self) -> str:
         return super().listen_url() + "&client_ca={ca}".format(**self.files)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ucxx has wheels for Linux only")
+class TestUcxShm(TransportSuite):
+    """UCX over shared memory."""
+
+    connect_cycles: ClassVar[int] = 50
+
+    def transport(self) -> Transport:
+        return get_transport("ucx")
+
+    def listen_url(self) -> str:
+        return "ucx://127.0.0.1:0?tls=posix,cma&inline=8KiB"
+
+
+class TestUcxTcp(TestUcxShm):
+    def listen_url(self) -> str:
+        return "ucx://127.0.0.1:0?tls=tcp"

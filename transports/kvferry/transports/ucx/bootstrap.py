@@ -1,0 +1,128 @@
+"""How two ends find out about each other before a byte is moved.
+
+The one that dials sends its preamble first, the one that listens answers with its own, or with a refusal.
+A preamble is a magic of 8 bytes, a length (u16, little-endian), and a MessagePack map. Addresses of workers
+are not part of it: they are exchanged when the first large message of a direction is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import struct
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvferry.transports.ucx.context import Context
+from kvferry.transports.ucx.rdma import kind_of, kinds
+from kvferry.transports.ucx.settings import Options
+
+__all__ = [
+    "PREFIX_NBYTES",
+    "Preamble",
+    "own_preamble",
+    "pack_preamble",
+    "parse_body",
+    "parse_prefix",
+    "problem_with",
+    "uses_shared_memory",
+]
+
+_MAGIC: Final = b"kvf-ucx\x01"
+_PREFIX: Final = struct.Struct("<8sH")
+PREFIX_NBYTES: Final = _PREFIX.size
+_MAX_BODY_NBYTES: Final = 4096
+_MAX_NAMES: Final = 64
+
+
+class Preamble(msgspec.Struct, frozen=True, kw_only=True):
+    """What one end says of itself.
+
+    Attributes:
+        host: The same for two processes that may share memory.
+        ucx: Version of UCX.
+        transports: Names of the transports that its UCX uses.
+        refused: Why there will be no connection; empty if there will.
+    """
+
+    host: str
+    ucx: str
+    transports: list[str]
+    refused: str = ""
+
+
+@functools.cache
+def _host() -> str:
+    """Differs between machines, and between containers that do not share /dev/shm."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        shm = Path("/dev/shm").stat().st_dev  # noqa: S108 - only looked at
+    except OSError:
+        return socket.gethostname()
+    return f"{boot}/{shm}"
+
+
+def own_preamble(context: Context, refused: str = "") -> Preamble:
+    """The preamble of this process."""
+    names = context.names[:_MAX_NAMES]
+    return Preamble(host=_host(), ucx=context.ucx.version, transports=names, refused=refused[:1024])
+
+
+def pack_preamble(preamble: Preamble) -> bytes:
+    """The bytes of a preamble."""
+    body = msgspec.msgpack.encode(preamble)
+    return _PREFIX.pack(_MAGIC, len(body)) + body
+
+
+def parse_prefix(data: bytes | bytearray | memoryview) -> int:
+    """How many bytes follow.
+
+    Raises:
+        ValueError: If the other end speaks another protocol; with what it said.
+    """
+    magic, nbytes = _PREFIX.unpack(data)
+    if magic != _MAGIC or nbytes > _MAX_BODY_NBYTES:
+        raise ValueError(f"it is no ucx end of this version, its first bytes are {bytes(data).hex()}")
+    return int(nbytes)
+
+
+def parse_body(data: bytes | bytearray | memoryview) -> Preamble:
+    """Read what follows the prefix.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=Preamble)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"its preamble cannot be read: {error}") from error
+
+
+def _common(own: Preamble, peer: Preamble) -> list[str]:
+    """Transports of both ends that lead from one to the other."""
+    same_host = own.host == peer.host
+    both = set(own.transports) & set(peer.transports)
+    # self is for messages of one worker to itself
+    return sorted(name for name in both if name != "self" and (same_host or kind_of(name) != "shm"))
+
+
+def uses_shared_memory(own: Preamble, peer: Preamble) -> bool:
+    """Whether UCX will find shared memory between the two, if it does not watch the peer itself."""
+    return "shm" in kinds(_common(own, peer))
+
+
+def problem_with(own: Preamble, peer: Preamble, options: Options) -> str:
+    """Why the two cannot be connected; empty if they can."""
+    common = _common(own, peer)
+    place = "the same host" if own.host == peer.host else "another host"
+    lists = f"{', '.join(own.transports)} here, {', '.join(peer.transports)} there (on {place})"
+    if not common:
+        return (
+            f"UCX has no transport in common: {lists}. Compare UCX_TLS and UCX_NET_DEVICES of both, "
+            "and the tls of the address"
+        )
+    if options.require and options.require not in kinds(common):
+        return f"asked for {options.require}, but in common are only {', '.join(common)}: {lists}"
+    return ""

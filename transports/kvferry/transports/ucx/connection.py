@@ -1,0 +1,138 @@
+"""A connection of the ``ucx`` transport."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.errors import TransferTimeoutError
+from kvferry.transports.base import Connection
+from kvferry.transports.ucx.context import Context
+from kvferry.transports.ucx.control import ControlSocket
+from kvferry.transports.ucx.incoming import Incoming
+from kvferry.transports.ucx.outgoing import Outgoing
+from kvferry.transports.ucx.settings import Options
+
+__all__ = ["UcxConnection"]
+
+
+class UcxConnection(Connection):
+    """A socket for what is small and for signs of life, and UCX for what is large.
+
+    Args:
+        control: The connected socket, after the preambles; owned from here on.
+        context: Of UCX.
+        options: Of the address.
+        error_handling: Whether UCX watches the peer itself, which keeps it from using shared memory.
+    """
+
+    def __init__(
+        self, control: ControlSocket, context: Context, options: Options, *, error_handling: bool
+    ) -> None:
+        self._control = control
+        self._out = Outgoing(control, context, options, error_handling=error_handling)
+        self._in = Incoming(control, context, options, error_handling=error_handling)
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+
+    @property
+    def local_address(self) -> str:
+        """URL of this end."""
+        return self._control.local_address
+
+    @property
+    def peer_address(self) -> str:
+        """URL of the other end."""
+        return self._control.peer_address
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.local_address} to {self.peer_address}>"
+
+    def send(self, parts: Sequence[Buf], deadline: float) -> None:
+        """See :meth:`Connection.send`. Host memory only."""
+        views = [view for part in parts if len(view := _host_view(part))]
+        self._check(deadline, "sending")
+        try:
+            with self._sending:
+                self._out.send(views, deadline)
+        finally:
+            self._release_if_closed()
+
+    def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
+        """See :meth:`Connection.recv_into`. Host memory only."""
+        self._check(deadline, "receiving")
+        try:
+            with self._receiving:
+                self._in.recv_into(views, deadline)
+        finally:
+            self._release_if_closed()
+
+    def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
+        """See :meth:`Connection.recv_at_least`."""
+        self._check(deadline, "receiving")
+        try:
+            with self._receiving:
+                return self._in.recv_at_least(view, minimum, deadline)
+        finally:
+            self._release_if_closed()
+
+    def wait_readable(self, deadline: float) -> bool:
+        """See :meth:`Connection.wait_readable`."""
+        with self._control.descriptor():
+            if self._in.holds_bytes:
+                return True
+        return self._control.wait_readable(deadline)
+
+    def close(self) -> None:
+        """End the stream; what was sent still arrives."""
+        self._out.cancel()
+        if self._sending.acquire(blocking=False):  # else that thread is told by the end of the socket
+            try:
+                self._out.settle()
+            finally:
+                self._sending.release()
+        self._control.close()
+        self._release_if_closed()
+
+    def abort(self) -> None:
+        """End the stream at once: the peer gets a reset, what it has not received is dropped."""
+        self._control.abort()
+        self._release_if_closed()
+
+    def _check(self, deadline: float, doing: str) -> None:
+        with self._control.descriptor():
+            pass
+        if time.monotonic() >= deadline:
+            raise TransferTimeoutError(f"{self._control.name}: the deadline passed while {doing}")
+
+    def _release_if_closed(self) -> None:
+        """End the halves that no thread is inside; one that is inside comes here when it leaves."""
+        if not self._control.closed:
+            return
+        for lock, half in ((self._sending, self._out), (self._receiving, self._in)):
+            if lock.acquire(blocking=False):
+                try:
+                    half.destroy()
+                finally:
+                    lock.release()
+
+
+def _host_view(part: Buf) -> memoryview:
+    if hasattr(part, "__cuda_array_interface__"):
+        raise TypeError(_on_device(part, "CUDA"))
+    try:
+        return as_bytes_view(part)
+    except (TypeError, BufferError) as error:
+        device = getattr(part, "device", None)
+        if device is not None and str(device) != "cpu":
+            raise TypeError(_on_device(part, str(device))) from error
+        raise
+
+
+def _on_device(part: object, device: str) -> str:
+    return (
+        f"a {type(part).__module__}.{type(part).__qualname__} in {device} memory cannot be sent: the ucx "
+        "transport moves host memory; copy it into pinned host memory first"
+    )
