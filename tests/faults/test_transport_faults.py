@@ -1,0 +1,311 @@
+"""Four peers over a bad link: every transfer is right or a typed error in time, and all heal alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from kvferry.core import deadline_in
+from kvferry.core.errors import (
+    ConfigError,
+    ConnectError,
+    CorruptBlockError,
+    KVFerryError,
+    ProtocolError,
+    TransportError,
+)
+from kvferry.testing.fault_proxy import FaultProxy, Faults
+from kvferry.testing.transports_common import random_bytes
+from kvferry.transports import listen
+from kvferry.transports.base import Listener
+from kvferry.wire import Channel, ChannelOptions, ChannelServer
+from kvferry.wire.messages import LayerAck, PutLayer
+
+PEERS: Final = 4
+NBYTES: Final = 300_000
+LATE_S: Final = 2.0
+"""How much after its deadline a call may come back on a loaded machine."""
+
+
+@dataclass
+class Receiver:
+    """Serves all peers; whatever is taken without an error is compared."""
+
+    patience_s: float
+    wrong: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, channel: Channel) -> None:
+        """Take every payload and acknowledge it; the handler of the server."""
+        received = np.zeros(NBYTES, np.uint8)
+        while (incoming := channel.receive_idle(deadline_in(60))) is not None:
+            message = incoming.message
+            try:
+                assert isinstance(message, PutLayer), message
+                incoming.read_into([received.data], deadline_in(self.patience_s))
+            except KVFerryError as error:
+                with self.lock:
+                    self.outcomes[type(error).__name__] += 1
+                raise
+            if not np.array_equal(received, data_of(message.layer)):
+                with self.lock:
+                    self.wrong.append(f"payload {message.layer} of {channel.peer.session} has other bytes")
+            channel.reply(incoming, LayerAck(count=message.layer + 1), deadline=deadline_in(5))
+
+
+def data_of(seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return random_bytes(NBYTES, seed)
+
+
+class Peer:
+    """One client: connects when it has no connection, sends, and waits for the acknowledgement."""
+
+    def __init__(self, address: str, number: int, patience_s: float) -> None:
+        self._address = address
+        self._number = number
+        self._patience_s = patience_s
+        self._channel: Channel | None = None
+        self._turn = 0
+        self.outcomes: Counter[str] = Counter()
+        self.late: list[float] = []
+
+    def transfer(self) -> bool:
+        """One transfer by its deadline; whether it was acknowledged."""
+        self._turn += 1
+        seed = self._number * 100_000 + self._turn
+        started = time.monotonic()
+        deadline = started + self._patience_s
+        try:
+            if self._channel is None:
+                options = ChannelOptions(
+                    role="peer", session=f"peer-{self._number}", hello_timeout_s=self._patience_s
+                )
+                self._channel = Channel.connect(self._address, options, deadline)
+            message = PutLayer(layer=seed, blocks=(0,))
+            ack = self._channel.call(message, LayerAck, payload=[data_of(seed)], deadline=deadline)
+            assert ack.count == seed + 1
+            outcome = "right"
+        except KVFerryError as error:
+            outcome = type(error).__name__
+            self.close()
+        self.outcomes[outcome] += 1
+        taken = time.monotonic() - started
+        if taken > self._patience_s + LATE_S:
+            self.late.append(taken)
+        return outcome == "right"
+
+    def transfer_until(self, stop: threading.Event) -> None:
+        """One transfer after the other, and a short rest after one that failed."""
+        while not stop.is_set():
+            if not self.transfer():
+                stop.wait(0.02)
+
+    def heal(self, within_s: float) -> None:
+        """Check that it works again soon, with no help, and goes on working."""
+        deadline = deadline_in(within_s)
+        good = 0
+        while good < 3:
+            assert time.monotonic() < deadline, f"peer {self._number} does not heal: {self.outcomes}"
+            good = good + 1 if self.transfer() else 0
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.abort()
+            self._channel = None
+
+
+@dataclass
+class Network:
+    """Four peers, each behind a proxy of its own, and who receives from them."""
+
+    proxies: list[FaultProxy]
+    peers: list[Peer]
+    receiver: Receiver
+    heal_s: float
+
+    def run(self, faults: Faults, seconds: float) -> Counter[str]:
+        """Transfers for ``seconds`` in which the faults hold, then until all have healed."""
+        stop = threading.Event()
+        with ThreadPoolExecutor(PEERS) as pool:
+            running = [pool.submit(peer.transfer_until, stop) for peer in self.peers]
+            try:
+                for proxy in self.proxies:
+                    proxy.faults = faults
+                time.sleep(seconds)  # the length of the fault
+            finally:
+                for proxy in self.proxies:
+                    proxy.faults = Faults()
+                stop.set()
+            for one in running:
+                one.result(timeout=60)
+            for one in [pool.submit(peer.heal, self.heal_s) for peer in self.peers]:
+                one.result(timeout=60)
+        self.check()
+        return sum((peer.outcomes for peer in self.peers), Counter())
+
+    def check(self) -> None:
+        """Nothing wrong was taken for right, and nothing came late."""
+        assert self.receiver.wrong == []
+        assert [peer.late for peer in self.peers] == [[]] * PEERS
+        known = {"right", *(cls.__name__ for cls in _typed(KVFerryError))}
+        for peer in self.peers:
+            assert set(peer.outcomes) <= known
+
+
+def _typed(cls: type[KVFerryError]) -> list[type[KVFerryError]]:
+    return [cls, *(found for sub in cls.__subclasses__() for found in _typed(sub))]
+
+
+def _listener(link: str, folder: Path) -> Listener:
+    url = {"tcp": "tcp://127.0.0.1:0", "lanes": "tcp://127.0.0.1:0?lanes=4", "unix": f"unix://{folder}/s"}[
+        link
+    ]
+    try:
+        return listen(url)
+    except ConfigError as error:
+        pytest.skip(f"not built: {error}")
+
+
+@contextmanager
+def network(link: str, folder: Path, patience_s: float) -> Iterator[Network]:
+    receiver = Receiver(patience_s)
+    options = ChannelOptions(role="receiver", session="receiver", hello_timeout_s=patience_s)
+    server = ChannelServer(_listener(link, folder), options, receiver, name="receiver")
+    proxies = [FaultProxy(server.address, seed=number) for number in range(PEERS)]
+    peers = [Peer(proxy.address, number, patience_s) for number, proxy in enumerate(proxies)]
+    try:
+        yield Network(proxies, peers, receiver, heal_s=5 * patience_s)
+    finally:
+        for peer in peers:
+            peer.close()
+        for proxy in proxies:
+            proxy.close()
+        server.close()
+
+
+FAULTS: Final = {
+    "delay": Faults(delay_s=0.02),
+    "rate": Faults(rate=5e6),
+    "cut": Faults(link="cut"),
+    "reset": Faults(link="reset"),
+    "half_open": Faults(link="half_open"),
+    "half_open_answers": Faults(link="half_open", only="to_client"),
+    "out_of_order": Faults(lane_delays_s=(0.02, 0.0, 0.01, 0.005)),
+    "flipped": Faults(flip_rate=3e-6),
+}
+HARMLESS: Final = {"delay", "rate", "out_of_order"}
+
+
+def _run(link: str, fault: str, folder: Path, *, seconds: float, patience_s: float) -> None:
+    with network(link, folder, patience_s) as net:
+        for peer in net.peers:
+            assert peer.transfer()
+        outcomes = net.run(FAULTS[fault], seconds)
+        failed = sum(outcomes.values()) - outcomes["right"]
+        if fault in HARMLESS:
+            assert failed == 0, outcomes
+        else:
+            assert failed > 0, f"{fault} harmed nobody: {outcomes}"
+        for proxy in net.proxies:
+            proxy.wait_for_connections(proxy.connections, deadline_in(1))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("link", ["tcp", "lanes", "unix"])
+def test_four_peers(link: str, fault: str, tmp_path: Path) -> None:
+    """Scaled down: cuts of half a second against a patience of 0.4 s."""
+    _run(link, fault, tmp_path, seconds=0.6, patience_s=0.4 if fault not in HARMLESS else 5.0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("link", ["tcp", "lanes", "unix"])
+def test_four_peers_at_full_scale(link: str, fault: str, tmp_path: Path) -> None:
+    """Faults of 5 s, 10 s for those that only slow."""
+    harmless = fault in HARMLESS
+    _run(link, fault, tmp_path, seconds=10.0 if harmless else 5.0, patience_s=10.0 if harmless else 2.0)
+
+
+@pytest.mark.parametrize("link", ["tcp", "lanes", "unix"])
+def test_a_short_cut_is_survived(link: str, tmp_path: Path) -> None:
+    """A cut that is shorter than the deadline costs time and nothing else."""
+    with network(link, tmp_path, 10.0) as net:
+        peer = net.peers[0]
+        assert peer.transfer()
+        net.proxies[0].cut(0.3)
+        started = time.monotonic()
+        assert peer.transfer()
+        assert time.monotonic() - started >= 0.25
+        assert net.proxies[0].accepted == net.proxies[0].connections
+        net.check()
+
+
+# -- one flipped bit, everywhere -----------------------------------------------------------------------
+
+
+def _flip(net: Network, position: int) -> str:
+    """What becomes of a transfer on a new connection, ``position`` bytes after its handshake flipped."""
+    peer, proxy = net.peers[0], net.proxies[0]
+    peer.close()
+    assert peer._channel is None
+    options = ChannelOptions(role="peer", session="flip", hello_timeout_s=5.0)
+    before = proxy.forwarded("to_server")
+    channel = Channel.connect(proxy.address, options, deadline_in(5))
+    handshake = proxy.forwarded("to_server") - before
+    flipped = proxy.flipped
+    proxy.faults = Faults(flip_at=(handshake + position,), only="to_server")
+    try:
+        message = PutLayer(layer=7, blocks=(0,))
+        channel.call(message, LayerAck, payload=[data_of(7)], deadline=deadline_in(1))
+        outcome = "right"
+    except KVFerryError as error:
+        outcome = type(error).__name__
+    finally:
+        proxy.faults = Faults()
+        channel.abort()
+    assert proxy.flipped == flipped + 1
+    return outcome
+
+
+def test_a_flipped_bit_of_the_payload_is_found(tmp_path: Path) -> None:
+    with network("tcp", tmp_path, 2.0) as net:
+        for position in (200, NBYTES // 2, NBYTES - 1):
+            assert _flip(net, position) in {CorruptBlockError.__name__, "ConnectionClosedError"}
+        assert net.receiver.outcomes[CorruptBlockError.__name__] == 3
+        net.peers[0].heal(5)
+        net.check()
+
+
+def test_a_flipped_bit_of_the_header_is_found(tmp_path: Path) -> None:
+    """Each byte of the 32; where the frame looks longer than it is, the deadline ends it."""
+    with network("tcp", tmp_path, 0.4) as net:
+        outcomes = [_flip(net, position) for position in range(32)]
+        net.peers[0].heal(5)
+        net.check()
+    typed = {cls.__name__ for cls in (*_typed(TransportError), *_typed(ProtocolError), CorruptBlockError)}
+    assert set(outcomes) <= typed, outcomes
+    assert outcomes.count(ProtocolError.__name__) >= 8, "magic, version and type at least"
+
+
+def test_a_flipped_bit_of_the_handshake_is_an_error_of_connecting(tmp_path: Path) -> None:
+    with network("tcp", tmp_path, 0.4) as net:
+        proxy = net.proxies[0]
+        for position in (0, 6, 20, 24):  # magic, type, both lengths
+            proxy.faults = Faults(flip_at=(position,))
+            options = ChannelOptions(role="peer", session="flip", hello_timeout_s=0.4)
+            with pytest.raises((ConnectError, ProtocolError)):
+                Channel.connect(proxy.address, options, deadline_in(5))
+        proxy.faults = Faults()
+        net.peers[0].heal(5)
+        net.check()
