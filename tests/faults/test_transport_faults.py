@@ -14,10 +14,10 @@ from typing import Final
 
 import numpy as np
 import pytest
+import trustme
 
 from kvferry.core import deadline_in
 from kvferry.core.errors import (
-    ConfigError,
     ConnectError,
     CorruptBlockError,
     KVFerryError,
@@ -167,14 +167,19 @@ def _typed(cls: type[KVFerryError]) -> list[type[KVFerryError]]:
     return [cls, *(found for sub in cls.__subclasses__() for found in _typed(sub))]
 
 
+def _tls_options(folder: Path) -> str:
+    ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    own = ca.issue_cert("127.0.0.1")
+    ca.cert_pem.write_to_path(folder / "ca")
+    own.private_key_and_cert_chain_pem.write_to_path(folder / "own")
+    return f"cert={folder}/own&key={folder}/own&ca={folder}/ca"
+
+
 def _listener(link: str, folder: Path) -> Listener:
-    url = {"tcp": "tcp://127.0.0.1:0", "lanes": "tcp://127.0.0.1:0?lanes=4", "unix": f"unix://{folder}/s"}[
-        link
-    ]
-    try:
-        return listen(url)
-    except ConfigError as error:
-        pytest.skip(f"not built: {error}")
+    if link == "tls":
+        return listen(f"tls://127.0.0.1:0?{_tls_options(folder)}")
+    urls = {"tcp": "tcp://127.0.0.1:0", "lanes": "tcp://127.0.0.1:0?lanes=4", "unix": f"unix://{folder}/s"}
+    return listen(urls[link])
 
 
 @contextmanager
@@ -221,23 +226,31 @@ def _run(link: str, fault: str, folder: Path, *, seconds: float, patience_s: flo
             proxy.wait_for_connections(proxy.connections, deadline_in(1))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("link", ["tcp", "lanes", "unix"])
+LINKS: Final = ("tcp", "lanes", "unix", "tls")
+SOME: Final = (
+    *(("tcp", fault) for fault in FAULTS),
+    *(("lanes", fault) for fault in ("cut", "reset", "half_open", "out_of_order", "flipped")),
+    *(("unix", fault) for fault in ("cut", "reset")),
+    *(("tls", fault) for fault in ("cut", "reset", "flipped")),
+)
+
+
+@pytest.mark.parametrize(("link", "fault"), SOME)
 def test_four_peers(link: str, fault: str, tmp_path: Path) -> None:
-    """Scaled down: cuts of half a second against a patience of 0.4 s."""
-    _run(link, fault, tmp_path, seconds=0.6, patience_s=0.4 if fault not in HARMLESS else 5.0)
+    """Scaled down: faults of 0.4 s against a patience of 0.3 s."""
+    _run(link, fault, tmp_path, seconds=0.4, patience_s=0.3 if fault not in HARMLESS else 5.0)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("link", ["tcp", "lanes", "unix"])
+@pytest.mark.parametrize("link", LINKS)
 def test_four_peers_at_full_scale(link: str, fault: str, tmp_path: Path) -> None:
     """Faults of 5 s, 10 s for those that only slow."""
     harmless = fault in HARMLESS
     _run(link, fault, tmp_path, seconds=10.0 if harmless else 5.0, patience_s=10.0 if harmless else 2.0)
 
 
-@pytest.mark.parametrize("link", ["tcp", "lanes", "unix"])
+@pytest.mark.parametrize("link", ["tcp", "lanes"])
 def test_a_short_cut_is_survived(link: str, tmp_path: Path) -> None:
     """A cut that is shorter than the deadline costs time and nothing else."""
     with network(link, tmp_path, 10.0) as net:
