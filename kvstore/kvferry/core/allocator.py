@@ -84,6 +84,9 @@ class PageAllocator:
         else:
             del self._stops[stop]
         self.free_pages -= taken
+        if taken == pages:
+            self._used[start] = pages
+            return [start]
         starts = list(range(start, start + taken, pages))
         for first in starts:
             self._used[first] = pages

@@ -109,8 +109,9 @@ class BlockTable:
         """
         index = self.indexes.get(namespace_id) or self.index(namespace_id, slot_nbytes)
         blocks = [Block(index, k, p, s) for k, p, s in zip(keys, parents, slots, strict=True)]
+        stored = index.entries
         for block in reversed(blocks):
-            if block.key not in index.entries:
+            if block.key not in stored:
                 self.add(block)
                 self.saved_blocks += 1
         return blocks

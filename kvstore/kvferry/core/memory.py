@@ -287,40 +287,6 @@ class MemoryStore:
                 namespace.session, namespace.spec, fill, tuple(missing), slots, now + self.lease_s
             )
 
-    def _save(
-        self,
-        namespace: MemoryNamespace,
-        sources: dict[BlockKey, memoryview],
-        parents: dict[BlockKey, BlockKey | None],
-        deadline: float,
-    ) -> int:
-        """Slots, copy, publish. Without a lease: nobody learns of the slots before their blocks are whole."""
-        session, pool, nbytes = namespace.session, self._pool, namespace.slot_nbytes
-        asked = self._below(namespace, parents)
-        with self._lock:
-            missing, slots, _ = self._take_slots(namespace, parents, asked, deadline)
-            if not missing:
-                return 0
-            pool.begin_save(session, len(slots) * nbytes)
-        try:
-            self.arena.write(slots, map(sources.__getitem__, missing))
-        except BaseException:
-            self._cancel_save(namespace, slots)
-            raise
-        with self._lock:
-            if not (self._closed or session.ended):
-                stored = pool.finish_save(session, namespace.namespace_id, nbytes, missing, slots)
-                self._cond.notify_all()
-                self._stored(stored, deadline)
-                return len(stored)
-        self._cancel_save(namespace, slots)
-        raise LeaseExpiredError(f"session {session.name} or the store has ended; nothing of the save is kept")
-
-    def _cancel_save(self, namespace: MemoryNamespace, slots: Sequence[Slot]) -> None:
-        with self._lock:
-            self._pool.cancel_save(namespace.session, len(slots) * namespace.slot_nbytes, slots)
-            self._cond.notify_all()
-
     def _take_slots(
         self,
         namespace: MemoryNamespace,
@@ -373,6 +339,10 @@ class MemoryStore:
         self, namespace: MemoryNamespace, parents: dict[BlockKey, BlockKey | None], count: int
     ) -> list[Slot] | None:
         """Slots, by evicting others, or else blocks of the same chain that are not lost by it."""
+        if count * namespace.slot_nbytes <= self.arena.free_nbytes:  # without all that eviction takes
+            slots = self.arena.allocate_many(count, namespace.block_nbytes)
+            if slots is not None:
+                return slots
         ns, size = namespace.namespace_id, (count, namespace.block_nbytes, namespace.slot_nbytes)
         slots = self._pool.allocate(*size, lambda: extended_chain(self._pool, ns, parents))
         if slots is None:

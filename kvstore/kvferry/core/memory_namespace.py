@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core import keys as _keys
+from kvferry.core import saving
 from kvferry.core.blockstore import Hit
 from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.errors import ConfigError
@@ -99,10 +100,8 @@ class MemoryNamespace:
                 sources[key] = source
             parents[key] = above
             above = key
-        _require_keys(sources)
-        if parent is not None:
-            _require_keys((parent,))
-        return self._store._save(self, sources, parents, deadline)
+        _require_keys(sources if parent is None else (*sources, parent))
+        return saving.save(self._store, self, sources, parents, deadline)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """Bring blocks up from slower tiers in the background, if there are any."""

@@ -142,12 +142,10 @@ class BlockPool(BlockTable):
 
     def _new(self, blocks: list[Block]) -> list[Block]:
         """Those that are stored; slots of the others go back."""
-        stored = [block for block in blocks if block.stored]
-        if len(stored) < len(blocks):
-            for block in blocks:
-                if not block.stored:
-                    self.arena.free(block.slot)
-        return stored
+        for block in blocks:
+            if not block.stored:
+                self.arena.free(block.slot)
+        return [block for block in blocks if block.stored]
 
     def abort(self, lease: SlotWriteLease, reason: str) -> None:
         """End a write lease by its holder's word: slots are free once no ``writing()`` is open."""
@@ -198,29 +196,21 @@ class BlockPool(BlockTable):
     def _lease_id(self, kind: str) -> str:
         return f"{kind}-{self._lease_prefix}-{next(self._numbers)}"
 
-    # ---- saves that are copied here: nobody else knows of their slots -------------------------------
-
-    def begin_save(self, session: Session, nbytes: int) -> None:
-        """Count slots of ``nbytes`` bytes against the session's quota; ends with one of the two below."""
-        self.writes.charge(session.session_id, nbytes)
-
-    def finish_save(
+    def publish_new(
         self,
-        session: Session,
         namespace_id: bytes,
         slot_nbytes: int,
         parents: Mapping[BlockKey, BlockKey | None],
         slots: Sequence[Slot],
     ) -> list[Block]:
-        """Publish what was copied: keys with their parents, from head to tail; returns what is new."""
-        self.writes.charge(session.session_id, -len(slots) * slot_nbytes)
-        return self._new(self.publish_all(namespace_id, slot_nbytes, parents, parents.values(), slots))
+        """Publish what was saved without a lease: keys with their parents, from head to tail.
 
-    def cancel_save(self, session: Session, nbytes: int, slots: Sequence[Slot]) -> None:
-        """Publish nothing: the slots are free again."""
-        self.writes.charge(session.session_id, -nbytes)
-        for slot in slots:
-            self.arena.free(slot)
+        Returns:
+            What is new; the other slots are free again.
+        """
+        before = self.saved_blocks
+        blocks = self.publish_all(namespace_id, slot_nbytes, parents, parents.values(), slots)
+        return blocks if self.saved_blocks - before == len(blocks) else self._new(blocks)
 
     # ---- ends that nobody calls -----------------------------------------------------------------
 

@@ -1,0 +1,83 @@
+"""The way of a save through the store in memory: slots, copy, publish.
+
+Without a lease: nobody learns of the slots before their blocks are whole, so there is nothing that another
+process could hold, and no deadline by which it must be done. What is in the index meanwhile may be evicted,
+removed and saved by others as ever; the slots are in no index and are this call's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.core.errors import LeaseExpiredError
+from kvferry.core.keys import BlockKey
+from kvferry.core.segments import Slot
+
+if TYPE_CHECKING:
+    from kvferry.core.memory import MemoryStore
+    from kvferry.core.memory_namespace import MemoryNamespace
+
+__all__ = ["save"]
+
+
+def save(
+    store: MemoryStore,
+    namespace: MemoryNamespace,
+    sources: Mapping[BlockKey, memoryview],
+    parents: dict[BlockKey, BlockKey | None],
+    deadline: float,
+) -> int:
+    """Store those of the blocks that are not stored; all of them become visible at once, or none.
+
+    Args:
+        store: Where to.
+        namespace: Whose blocks; its session pays for the slots while they are filled.
+        sources: The bytes of each block, of the namespace's block size.
+        parents: The same keys with the key before each, from head to tail.
+        deadline: By when there must be room.
+
+    Returns:
+        The blocks newly stored.
+
+    Raises:
+        CapacityError: If there is no room by the deadline.
+        LeaseExpiredError: If the session or the store ended meanwhile.
+        StoreError: If either had ended before.
+    """
+    asked = store._below(namespace, parents)
+    with store._lock:
+        missing, slots, _ = store._take_slots(namespace, parents, asked, deadline)
+        if not missing:
+            return 0
+        _charge(store, namespace, len(slots))
+    try:
+        store.arena.write(slots, map(sources.__getitem__, missing))
+    except BaseException:
+        _give_back(store, namespace, slots)
+        raise
+    with store._lock:
+        if not (store._closed or namespace.session.ended):
+            _charge(store, namespace, -len(slots))
+            stored = store._pool.publish_new(namespace.namespace_id, namespace.slot_nbytes, missing, slots)
+            store._cond.notify_all()
+            store._stored(stored, deadline)
+            return len(stored)
+    _give_back(store, namespace, slots)
+    raise LeaseExpiredError(
+        f"session {namespace.session.name} ended, or the store closed, during a save; nothing of it is kept"
+    )
+
+
+def _charge(store: MemoryStore, namespace: MemoryNamespace, slots: int) -> None:
+    """Count slots without a lease against the session's quota, if that is less than there is anyway."""
+    if store.write_quota_nbytes < store.arena.capacity_nbytes:
+        store._pool.writes.charge(namespace.session.session_id, slots * namespace.slot_nbytes)
+
+
+def _give_back(store: MemoryStore, namespace: MemoryNamespace, slots: Sequence[Slot]) -> None:
+    with store._lock:
+        _charge(store, namespace, -len(slots))
+        for slot in slots:
+            store.arena.free(slot)
+        store._cond.notify_all()
