@@ -31,10 +31,10 @@ def store(
     nbytes: int = 10,
     root: int = 0,
 ) -> DiskEntry:
-    assert index.begin_write(home, key(number)) is True
+    assert index.begin_writes(home, [key(number)])[0] is True
     assert index.reserve(nbytes) == []
     entry = DiskEntry(home, key(number), None if parent is None else key(parent), nbytes, root)
-    index.end_write(home, key(number), entry)
+    index.end_writes(home, [(key(number), entry)])
     return entry
 
 
@@ -110,18 +110,18 @@ def test_one_directory_can_be_emptied() -> None:
 
 def test_a_key_is_written_by_one_and_not_while_its_file_goes() -> None:
     index, home = filled(1)
-    assert index.begin_write(home, key(0)) is False
+    assert index.begin_writes(home, [key(0)])[0] is False
     entry = index.take(home, key(0))
     assert entry is not None
-    going = index.begin_write(home, key(0))
+    going = index.begin_writes(home, [key(0)])[0]
     assert not isinstance(going, bool)
     assert not going.is_set()
     index.gone(entry, 10)
     assert going.is_set()
-    assert index.begin_write(home, key(0)) is True
-    writing = index.begin_write(home, key(0))
+    assert index.begin_writes(home, [key(0)])[0] is True
+    writing = index.begin_writes(home, [key(0)])[0]
     assert not isinstance(writing, bool)
-    index.end_write(home, key(0), None)
+    index.end_writes(home, [(key(0), None)])
     assert writing.is_set()
     assert index.used_nbytes == 0
 
@@ -156,9 +156,9 @@ def test_a_file_in_another_directory_is_not_replaced_by_a_new_write() -> None:
     found = index.take(home, key(0))
     assert found is not None
     index.gone(found, 10)
-    assert not isinstance(index.begin_write(home, key(0)), bool)  # not while the old file goes
+    assert not isinstance(index.begin_writes(home, [key(0)])[0], bool)  # not while the old file goes
     index.cleared(entry, removed=True)
-    assert index.begin_write(home, key(0)) is True
+    assert index.begin_writes(home, [key(0)])[0] is True
     assert index.used_nbytes == 0
 
 
@@ -208,8 +208,8 @@ def test_an_entry_takes_little_memory() -> None:
         before = rss()
         for number in range(count):
             key = os.urandom(32)
-            index.begin_write(home, key)
-            index.end_write(home, key, DiskEntry(home, key, parent, 70000 + number % 3, 0))
+            index.begin_writes(home, [key])
+            index.end_writes(home, [(key, DiskEntry(home, key, parent, 70000 + number % 3, 0))])
             parent = key
         print((rss() - before) / count)
         """

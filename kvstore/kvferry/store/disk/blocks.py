@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -23,9 +24,20 @@ from kvferry.store.disk.header import (
 )
 from kvferry.store.tier import TierNamespace
 
-__all__ = ["BlockReader", "Stored", "is_aligned", "read_header", "require_identity", "write_block"]
+__all__ = [
+    "BlockReader",
+    "Scratch",
+    "Stored",
+    "is_aligned",
+    "lay_out",
+    "read_header",
+    "require_identity",
+    "scratch",
+    "write_whole",
+]
 
 _EMPTY: Final = memoryview(b"")
+_ZEROS: Final = memoryview(bytes(ALIGNMENT))
 _SHORT: Final = 8
 
 
@@ -37,59 +49,94 @@ class Stored(NamedTuple):
     checksum: int
 
 
-class _Scratch(threading.local):
-    """Page-aligned memory of each thread for headers, and for the last, partial page of data."""
+class Scratch(threading.local):
+    """Page-aligned memory of each thread for a few headers, and for the last, partial pages of the data.
+
+    Attributes:
+        pages: For headers.
+        tails: As many pages.
+        tail: Two pages, where those are.
+    """
 
     def __init__(self) -> None:
+        self._header_nbytes = 0
         self._memory = _EMPTY
+        self.pages: list[memoryview] = []
+        self.tails: list[memoryview] = []
+        self.tail = _EMPTY
 
-    def take(self, header_nbytes: int, count: int = 1) -> tuple[list[memoryview], memoryview]:
-        """``count`` headers, and two pages."""
-        end = count * header_nbytes
-        if len(self._memory) < end + 2 * ALIGNMENT:
-            self._memory = page_aligned(end + 2 * ALIGNMENT)
-        memory = self._memory
-        headers = [memory[at : at + header_nbytes] for at in range(0, end, header_nbytes)]
-        return headers, memory[end : end + 2 * ALIGNMENT]
+    def provide(self, header_nbytes: int, count: int) -> None:
+        """See that there are ``count`` of each. What was there before is no longer valid."""
+        if header_nbytes != self._header_nbytes or count > len(self.pages):
+            end = count * header_nbytes
+            nbytes = end + (count + 1) * ALIGNMENT
+            if len(self._memory) < nbytes:
+                self._memory = page_aligned(nbytes)
+            memory, self._header_nbytes = self._memory, header_nbytes
+            self.pages = [memory[at : at + header_nbytes] for at in range(0, end, header_nbytes)]
+            self.tails = [memory[at : at + ALIGNMENT] for at in range(end, nbytes - ALIGNMENT, ALIGNMENT)]
+            self.tail = memory[end : end + 2 * ALIGNMENT]
 
 
-_scratch = _Scratch()
+_scratch = Scratch()
+
+
+def scratch(template: HeaderTemplate, count: int) -> Scratch:
+    """This thread's memory beside ``count`` blocks that it reads or writes next."""
+    _scratch.provide(template.header_nbytes, count)
+    return _scratch
 
 
 def is_aligned(view: memoryview) -> bool:
     """Whether O_DIRECT takes ``view``, but for its length."""
     if not len(view):
         return True
-    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return int(address) % ALIGNMENT == 0
+    if view.readonly:
+        address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    else:  # eight times as fast
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return address % ALIGNMENT == 0
 
 
-def write_block(
-    files: Files, fd: int, template: HeaderTemplate, header: bytes, data: memoryview, *, direct: bool
-) -> None:
-    """Write a whole file.
+def lay_out(
+    template: HeaderTemplate,
+    header: bytes,
+    data: memoryview,
+    page: memoryview,
+    last: memoryview,
+    *,
+    direct: bool,
+) -> list[memoryview]:
+    """The parts of a file, in order.
 
     Args:
-        files: System calls.
-        fd: The new file.
         template: Of the namespace.
         header: As it makes it.
         data: The block; with ``direct`` it must be aligned.
-        direct: Whether the file was opened with O_DIRECT.
+        page: Memory for the header, from :func:`scratch`; used with ``direct``.
+        last: A page for the end of the data, likewise.
+        direct: Whether the parts must be fit for O_DIRECT.
+    """
+    rest = template.rest_nbytes
+    if not direct:
+        return [memoryview(header), data, _ZEROS[rest:]] if rest else [memoryview(header), data]
+    page[:] = header
+    if not rest:
+        return [page, data]
+    last[:rest] = data[-rest:]
+    last[rest:] = _ZEROS[rest:]
+    return [page, data[:-rest], last]
+
+
+def write_whole(files: Files, fd: int, parts: Sequence[memoryview], nbytes: int) -> None:
+    """Write a whole file of ``nbytes``.
 
     Raises:
         OSError: If it could not be written whole.
     """
-    (page,), last = _scratch.take(template.header_nbytes)
-    if direct:
-        page[:] = header
-    parts = [page if direct else memoryview(header), data]
-    if rest := template.rest_nbytes:
-        whole = template.data_nbytes - rest
-        last[:rest] = data[whole:]
-        last[rest:ALIGNMENT] = bytes(ALIGNMENT - rest)
-        parts[1:] = [data[:whole], last[:ALIGNMENT]]
-    write_parts(files, fd, parts)
+    done = files.pwritev(fd, parts, 0)
+    if done != nbytes:
+        write_parts(files, fd, parts, done)
 
 
 def read_header(files: Files, fd: int) -> BlockHeader:
@@ -125,7 +172,8 @@ class BlockReader:
 
     def scratch(self, count: int) -> tuple[list[memoryview], memoryview]:
         """This thread's memory for the headers of ``count`` blocks, and what :meth:`fetch` needs beside."""
-        return _scratch.take(self._template.header_nbytes, count)
+        own = scratch(self._template, count)
+        return own.pages, own.tail
 
     def fetch(
         self, fd: int, into: memoryview, page: memoryview, last: memoryview, *, direct: bool

@@ -174,14 +174,14 @@ def read_parts(files: Files, fd: int, views: Sequence[memoryview], start: int = 
     return done
 
 
-def write_parts(files: Files, fd: int, views: Sequence[memoryview]) -> int:
-    """Write ``views`` from the start of the file, all of them.
+def write_parts(files: Files, fd: int, views: Sequence[memoryview], done: int = 0) -> int:
+    """Write ``views`` from the start of the file, all of them but the first ``done`` bytes.
 
     Raises:
         OSError: Also if the device takes no more without saying why.
     """
     views = [v for v in views if len(v)]
-    wanted, done = total_nbytes(views), 0
+    wanted = total_nbytes(views)
     while done < wanted:
         put = files.pwritev(fd, (_rest(views, done) if done else views)[:_IOV_MAX], done)
         if put == 0:

@@ -41,12 +41,12 @@ class OpenFolder:
         self._files = files
         self.fd = fd
         self._lock = threading.Lock()
-        self.nbytes = disk_nbytes(files.status(fd))
+        self.nbytes = allocated_nbytes(files.status(fd))
 
     def growth(self) -> int:
         """By how many bytes the folder has grown since this was last asked."""
         with self._lock:
-            now = disk_nbytes(self._files.status(self.fd))
+            now = allocated_nbytes(self._files.status(self.fd))
             grown, self.nbytes = now - self.nbytes, now
             return grown
 

@@ -348,31 +348,37 @@ class DiskIndex:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def begin_write(self, home: NamespaceIndex, key: BlockKey) -> threading.Event | bool:
-        """``True``: the caller writes it and calls :meth:`end_write`; ``False``: it is held already.
+    def begin_writes(self, home: NamespaceIndex, keys: Iterable[BlockKey]) -> list[threading.Event | bool]:
+        """For each key ``True``: the caller writes it and calls :meth:`end_writes`; ``False``: it is held.
 
-        An event: it is being written or removed by another call; ask again when it is set.
+        An event: it is being written or removed, maybe by this very call if it was given twice; ask again
+        when it is set. Whoever waits for it must not have begun any other.
         """
         with self.lock:
-            if key in home.entries:
-                return False
-            for busy in (self._writing, self._clearing):
-                if (home, key) in busy:
-                    return _event(busy, (home, key))
-            self._writing[home, key] = None
-            return True
+            return [self._begin_write(home, key) for key in keys]
 
-    def end_write(self, home: NamespaceIndex, key: BlockKey, stored: DiskEntry | None) -> None:
-        """The write is over; ``stored`` is entered."""
+    def _begin_write(self, home: NamespaceIndex, key: BlockKey) -> threading.Event | bool:
+        if key in home.entries:
+            return False
+        name = (home, key)
+        for busy in (self._writing, self._clearing):
+            if name in busy:
+                return _event(busy, name)
+        self._writing[name] = None
+        return True
+
+    def end_writes(self, home: NamespaceIndex, written: Iterable[tuple[BlockKey, DiskEntry | None]]) -> None:
+        """Writes are over; what was stored is entered."""
         with self.lock:
-            if stored is not None:
-                stored._nbytes = self._shared(stored.nbytes)
-                above = None if stored.parent is None else home.entries.get(stored.parent)
-                if above is not None:
-                    stored.parent = above.key  # one bytes object a key
-                self._insert(stored)
-                self._removals.cancel(home, key)
-            self._ended((home, key))
+            for key, stored in written:
+                if stored is not None:
+                    stored._nbytes = self._shared(stored.nbytes)
+                    above = None if stored.parent is None else home.entries.get(stored.parent)
+                    if above is not None:
+                        stored.parent = above.key  # one bytes object a key
+                    self._insert(stored)
+                    self._removals.cancel(home, key)
+                self._ended((home, key))
 
     def writes_running(self) -> list[threading.Event]:
         """One event for each write that is running now."""

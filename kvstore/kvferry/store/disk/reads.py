@@ -68,7 +68,7 @@ def _fetch(
     files, fetch = state.files, home.reader.fetch
     places = [None if e is None else _place(state, b, e) for b, e in zip(blocks, entries, strict=True)]
     checksums: list[int | None] = []
-    for block, place, page in zip(blocks, places, pages, strict=True):
+    for block, place, page in zip(blocks, places, pages, strict=False):
         if is_past(deadline):
             break
         checksum = None

@@ -10,7 +10,7 @@ from dataclasses import fields
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from kvferry.core.clock import is_past, time_left
+from kvferry.core.clock import time_left
 from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import KEY_NBYTES, BlockKey
@@ -278,19 +278,25 @@ class DiskTier(Tier):
         if self._closed:
             return [WriteResult(WriteOutcome.FAILED, f"tier {self.name} is closed")] * len(blocks)
 
-        def write(number: int) -> tuple[WriteResult, DiskEntry | None]:
-            if is_past(deadline):
-                return WriteResult(WriteOutcome.FAILED, LATE), None
-            return self._writes.write(home, blocks[number], deadline)
+        threads, nbytes = self.options.write_threads, home.template.file_nbytes
+        # room that a thread has taken cannot be made by another one: in a small tier it takes little at once
+        share = min(
+            _share(len(blocks), nbytes, threads), self.options.capacity_nbytes // (8 * threads * nbytes)
+        )
+        share = max(1, share)
+
+        def write(number: int) -> list[tuple[WriteResult, DiskEntry | None]]:
+            return self._writes.write(home, blocks[number * share : (number + 1) * share], deadline)
 
         results: list[WriteResult] = []
         stored: list[DiskEntry] = []
-        for found in _collect(self._writers.run(len(blocks), write, deadline)):
+        for found in _collect(self._writers.run(-(-len(blocks) // share), write, deadline)):
             if isinstance(found, _Missing):
-                results.append(WriteResult(WriteOutcome.FAILED, found.reason, found.in_flight))
+                missing = WriteResult(WriteOutcome.FAILED, found.reason, found.in_flight)
+                results += [missing] * min(share, len(blocks) - len(results))
             else:
-                results.append(found[0])
-                stored += [found[1]] if found[1] is not None else []
+                results += [result for result, _ in found]
+                stored += [entry for _, entry in found if entry is not None]
         self._state.index.accessed(reversed(stored))  # files were written side by side, in any order
         self._state.count(_WRITE_COUNTERS[result.outcome] for result in results)
         return results

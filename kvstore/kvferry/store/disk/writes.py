@@ -1,9 +1,12 @@
-"""Writing one block of a disk tier: room first, then a temporary file, then its name."""
+"""Writing blocks of a disk tier: room first, then a temporary file, then its name."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
+from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import xxhash
@@ -11,10 +14,12 @@ import xxhash
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
-from kvferry.store.disk.blocks import is_aligned, write_block
+from kvferry.store.disk.blocks import is_aligned, lay_out, scratch, write_whole
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of
 from kvferry.store.disk.folders import OpenFolder, disk_nbytes
 from kvferry.store.disk.index import DiskEntry, Reservation
+from kvferry.store.disk.reads import LATE
+from kvferry.store.disk.room import NOT_YET, Rooms
 from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.state import DiskState, Home
 from kvferry.store.tier import BlockWrite, WriteOutcome, WriteResult
@@ -23,10 +28,54 @@ __all__ = ["Writes", "least_room"]
 
 _FOLDER_SLACK: Final = 8 << 10  # a folder grows by a file's name
 _NEW_FOLDER_SLACK: Final = 32 << 10  # folders of tenant, namespace and shard, and their parents grow
-_MAX_ROUNDS: Final = 4
 _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 # Something else is in the place of this file, or of its folder: others can be written.
 _IN_THE_WAY: Final = frozenset((errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY))
+
+_STORED: Final = WriteResult(WriteOutcome.STORED)
+_LATE: Final = WriteResult(WriteOutcome.FAILED, LATE)
+
+
+class _Job:
+    """One block on its way to its file.
+
+    Attributes:
+        result: ``None`` until it is decided.
+        entry: What was stored.
+        root: Where it goes.
+        folder: Its folder; ``None`` if that is to be made.
+        room: What was taken for it and not yet given back; of the index too if it ``has_room``.
+        looks: Whether the device was looked at for room.
+        header: Of its file.
+        name: Of its file.
+        temporary: The name that it has first; empty once that was used.
+        flags: To open it with.
+        parts: What is written to it.
+        taken: What the file takes up.
+        ended: Whether its key may be written by others again.
+    """
+
+    __slots__ = (
+        "block", "ended", "entry", "flags", "folder", "has_room", "header", "looks", "name", "parts",
+        "result", "room", "root", "taken", "temporary",
+    )  # fmt: skip
+
+    def __init__(self, block: BlockWrite) -> None:
+        self.block = block
+        self.result: WriteResult | None = None
+        self.entry: DiskEntry | None = None
+        self.root: Root | None = None
+        self.folder: OpenFolder | None = None
+        self.room: Reservation | None = None
+        self.has_room = False
+        self.looks = False
+        self.header = b""
+        self.name = ""
+        self.temporary = ""
+        self.flags = 0
+        self.parts: list[memoryview] = []
+        self.taken = 0
+        self.ended = False
 
 
 def least_room(file_nbytes: int) -> int:
@@ -39,27 +88,62 @@ class Writes:
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
+        self._rooms = Rooms(state)
         self._lock = threading.Lock()
         self._unsynced: dict[int, OpenFolder] = {}
 
-    def write(self, home: Home, block: BlockWrite, deadline: float) -> tuple[WriteResult, DiskEntry | None]:
-        """Write one block; also its entry if it was stored."""
-        index = self._state.index
-        while True:
-            turn = index.begin_write(home.held, block.key)
+    def write(
+        self, home: Home, blocks: Sequence[BlockWrite], deadline: float
+    ) -> list[tuple[WriteResult, DiskEntry | None]]:
+        """Write a few blocks, one after another; also the entry of each that was stored.
+
+        In steps over all of them: see :func:`~kvferry.store.disk.reads.read_blocks`.
+        """
+        turns = self._state.index.begin_writes(home.held, [block.key for block in blocks])
+        jobs = [_Job(block) for block in blocks]
+        self._write_begun(
+            home, [job for job, turn in zip(jobs, turns, strict=True) if turn is True], deadline
+        )
+        for job, turn in zip(jobs, turns, strict=True):
+            if turn is not True:
+                self._write_after(home, job, turn, deadline)
+        return [(job.result or _LATE, job.entry) for job in jobs]
+
+    def _write_after(self, home: Home, job: _Job, turn: threading.Event | bool, deadline: float) -> None:
+        """Write a block if it is not there when others are done with it."""
+        while turn is not True:
             if turn is False:
-                return WriteResult(WriteOutcome.PRESENT), None
-            if turn is True:
-                break
+                job.result = WriteResult(WriteOutcome.PRESENT)
+                return
             if not turn.wait(time_left(deadline)):
                 reason = "another call was still writing or removing it at the deadline"
-                return WriteResult(WriteOutcome.FAILED, reason), None
-        entry: DiskEntry | None = None
+                job.result = WriteResult(WriteOutcome.FAILED, reason)
+                return
+            (turn,) = self._state.index.begin_writes(home.held, [job.block.key])
+        self._write_begun(home, [job], deadline)
+
+    def _write_begun(self, home: Home, jobs: Sequence[_Job], deadline: float) -> None:
+        """Write blocks whose keys were begun, and end them."""
+        left = deque(jobs)
         try:
-            result, entry = self._write(home, block, deadline)
+            while left:
+                ready = self._prepare_some(home, left, deadline)
+                self._carry_out(home, ready, deadline)
+                # after a failure things are looked at anew: it may have told that the device is full
+                left.extendleft(job for job in reversed(ready) if job.result is None)
         finally:
-            index.end_write(home.held, block.key, entry)
-        return result, entry
+            self._end(home, jobs)
+
+    def _end(self, home: Home, jobs: Sequence[_Job]) -> None:
+        """Give back what was taken for the jobs, and end their keys."""
+        try:
+            for job in jobs:
+                self._settle(job)
+        finally:
+            ended = [job for job in jobs if not job.ended]
+            for job in ended:
+                job.ended = True
+            self._state.index.end_writes(home.held, [(job.block.key, job.entry) for job in ended])
 
     def sync_folders(self) -> None:
         """Make the names of all files written so far durable.
@@ -81,41 +165,114 @@ class Writes:
             with self._lock:
                 self._unsynced.update(folders)
 
-    def _write(self, home: Home, block: BlockWrite, deadline: float) -> tuple[WriteResult, DiskEntry | None]:
-        state = self._state
-        nbytes = home.template.file_nbytes
-        root = self._choose_root(block.key, nbytes)
+    def _prepare_some(self, home: Home, left: deque[_Job], deadline: float) -> list[_Job]:
+        """Take jobs out of ``left`` as long as there is room for them together; returns those to be done."""
+        ready: list[_Job] = []
+        while left and self._prepare(home, left[0], deadline, alone=not ready):
+            job = left.popleft()
+            if job.result is None:
+                ready.append(job)
+                if job.looks:  # where room is tight, nobody takes more than he uses at once
+                    break
+        return ready
+
+    def _prepare(self, home: Home, job: _Job, deadline: float, *, alone: bool) -> bool:
+        """Choose where a block goes and take the room, or give it its result.
+
+        Returns:
+            ``False`` if there is no room but in what other jobs have taken; never if it is ``alone``.
+        """
+        state, key, nbytes = self._state, job.block.key, home.template.file_nbytes
+        root = None if is_past(deadline) else self._choose_root(key, nbytes)
         if root is None:
-            return WriteResult(WriteOutcome.FAILED, "no directory is up"), None
-        if state.is_lost(root):
-            return WriteResult(WriteOutcome.FAILED, f"{root.path}: the directory is down"), None
-        if why := root.why_no_writes:
-            return WriteResult(WriteOutcome.FAILED, f"{root.path}: {why}"), None
-        if root.is_full_for(nbytes):
-            return WriteResult(WriteOutcome.FAILED, f"{root.path}: the device is full"), None
-        looks = root.is_tight or state.options.keep_free_nbytes > 0
+            late = is_past(deadline)
+            job.result = _LATE if late else WriteResult(WriteOutcome.FAILED, "no directory is up")
+            return True
+        if why := self._why_not(root, nbytes):
+            job.result = WriteResult(WriteOutcome.FAILED, f"{root.path}: {why}")
+            return True
+        job.root = root
+        job.looks = root.is_tight or state.options.keep_free_nbytes > 0
         try:
-            folder = self._folder(home, block.key, root)
-            may_need_folder = folder is None or state.tidies(home.held)
-            slack = _NEW_FOLDER_SLACK if may_need_folder else _FOLDER_SLACK
-            room = Reservation(nbytes + slack)
-            try:
-                refused = self._make_room(home, root, room, deadline, looks=looks)
-                if refused is not None:
-                    return refused, None
-                try:
-                    taken = self._write_file(home, block, root, folder, room)
-                    room.spend(taken)
-                finally:
-                    self._drop_spare(room)
-                    state.index.release(room.left)
-            finally:
-                root.release_room(room.claimed)
+            job.folder = self._folder(home, key, root)
+            may_need_folder = job.folder is None or state.tidies(home.held)
+            job.room = Reservation(nbytes + (_NEW_FOLDER_SLACK if may_need_folder else _FOLDER_SLACK))
+            refused = self._rooms.make(home, root, job.room, deadline, looks=job.looks, alone=alone)
+            if refused is NOT_YET:
+                self._settle(job)
+                return False
+            job.result = refused
+            job.has_room = refused is None
         except OSError as error:
-            return self._failed(root, error, nbytes, looked=looks), None
+            self._settle(job)
+            job.result = self._failed(root, error, nbytes, looked=job.looks)
+        return True
+
+    def _carry_out(self, home: Home, jobs: Sequence[_Job], deadline: float) -> None:
+        """Write the files, up to the first that fails; those after it have no result then."""
+        self._lay_out(home, jobs)
+        done: list[_Job] = []
+        for job in jobs:
+            done.append(job)
+            if is_past(deadline):
+                job.result = _LATE
+                continue
+            try:
+                job.taken = self._write_file(home, job)
+            except OSError as error:
+                self._settle(job)
+                if job.root is not None:
+                    nbytes = home.template.file_nbytes
+                    job.result = self._failed(job.root, error, nbytes, looked=job.looks)
+                break
+            job.result = _STORED
+        for job in done:
+            self._stored(home, job)
+        for job in jobs[len(done) :]:
+            self._settle(job)
+        self._end(home, done)
+
+    @staticmethod
+    def _lay_out(home: Home, jobs: Sequence[_Job]) -> None:
+        """Make the names and the contents of files."""
+        template = home.template
+        own = scratch(template, len(jobs))
+        for job, page, last in zip(jobs, own.pages, own.tails, strict=False):
+            if job.root is None:
+                continue
+            key, data, parent, position = job.block
+            if not job.header:
+                job.header = template.build(key, parent, position, xxhash.xxh3_64_intdigest(data))
+                job.name = names.block_name(key)
+            job.temporary = job.root.temporary_name(key)
+            job.flags = DIRECT if job.root.direct_write and is_aligned(data) else 0
+            job.parts = lay_out(template, job.header, data, page, last, direct=bool(job.flags))
+
+    def _stored(self, home: Home, job: _Job) -> None:
+        """Account for a file that was written, if it was."""
+        root, room, folder, block = job.root, job.room, job.folder, job.block
+        if job.result is not _STORED or root is None or room is None:
+            return
+        room.spend(job.taken)
+        if folder is not None:
+            with contextlib.suppress(OSError):  # the block is there, whatever the folder says
+                root.grown(folder, room.spend)
         root.took_write()
-        entry = DiskEntry(home.held, block.key, block.parent, taken, root.number)
-        return WriteResult(WriteOutcome.STORED), entry
+        job.entry = DiskEntry(home.held, block.key, block.parent, job.taken, root.number)
+
+    def _settle(self, job: _Job) -> None:
+        """Give back the room of a job that is left."""
+        root, room, has_room = job.root, job.room, job.has_room
+        job.room, job.has_room = None, False
+        if room is None or root is None:
+            return
+        try:
+            if has_room:
+                self._rooms.drop_spare(room)
+        finally:
+            if has_room:
+                self._state.index.release(room.left)
+            root.release_room(room.claimed)
 
     def _choose_root(self, key: BlockKey, nbytes: int) -> Root | None:
         """By the key; another one while that is down, failing or full."""
@@ -129,88 +286,18 @@ class Writes:
         ready = ready or [r for r in order if r.is_up]
         return ready[0] if ready else None
 
+    def _why_not(self, root: Root, nbytes: int) -> str:
+        """Why nothing is written to a directory now; empty if something may be."""
+        if self._state.is_lost(root):
+            return "the directory is down"
+        return root.why_no_writes or ("the device is full" if root.is_full_for(nbytes) else "")
+
     @staticmethod
     def _folder(home: Home, key: BlockKey, root: Root) -> OpenFolder | None:
         try:
             return root.folder(home.held.tenant, home.held.namespace_id, key)
         except FileNotFoundError:
             return None
-
-    def _make_room(
-        self, home: Home, root: Root, room: Reservation, deadline: float, *, looks: bool
-    ) -> WriteResult | None:
-        """Take the room, evicting as needed; a result if that cannot be. ``looks`` at the device too."""
-        index, rounds = self._state.index, 0
-        spare: DiskEntry | None = None
-        try:
-            while True:
-                on_root = self._short(home, root, room, rounds) if looks and not room.claimed else 0
-                if on_root > 0:
-                    victims = index.evict(on_root, root.number)
-                    rounds += 1
-                else:
-                    victims = index.reserve(room.left, spare.nbytes if spare is not None else 0)
-                if victims is None:
-                    if on_root > 0 and root.free_nbytes() >= self._state.options.keep_free_nbytes + room.left:
-                        looks = False  # others claim it, or there is a quota: try
-                        continue
-                    return self._refuse(root, room, on_root)
-                if not victims:
-                    room.spare, spare = spare, None
-                    return None
-                if spare is None and on_root <= 0:
-                    spare = self._choose_spare(home, root, victims)
-                self._evict(victims)
-                if is_past(deadline):
-                    return WriteResult(WriteOutcome.FAILED, "no room was made by the deadline")
-        finally:
-            if spare is not None:
-                self._state.put_back(spare)
-
-    def _short(self, home: Home, root: Root, room: Reservation, rounds: int) -> int:
-        """Bytes that must go on the device before a write, after ``rounds`` of eviction."""
-        keep = self._state.options.keep_free_nbytes
-        if not keep and rounds >= _MAX_ROUNDS:
-            return 0  # some file systems tell late of what was freed: all would go for one block
-        if root.has_quota and not rounds:
-            return home.template.file_nbytes
-        short = root.claim_room(room.left, keep)
-        room.claimed = 0 if short else room.left
-        return short
-
-    def _refuse(self, root: Root, room: Reservation, on_root: int) -> WriteResult:
-        what = f"{room.left} bytes do not fit"
-        if on_root > 0:
-            what = "its device is full"
-            root.begin_full(room.left)
-            self._state.wake()  # to see when it has room again
-        return WriteResult(WriteOutcome.REFUSED, f"{what}, and nothing more may be evicted")
-
-    @staticmethod
-    def _choose_spare(home: Home, root: Root, victims: list[DiskEntry]) -> DiskEntry | None:
-        """Take one out of ``victims`` whose file may be written over: as large, in the same directory.
-
-        Making and removing files is what costs most when blocks are small, on file systems that must
-        find, and journal, an inode and its blocks each time.
-        """
-        for number, entry in enumerate(victims):
-            if entry.root == root.number and entry.nbytes == home.template.file_nbytes:
-                return victims.pop(number)
-        return None
-
-    def _drop_spare(self, room: Reservation) -> None:
-        """Remove a spare file that was not used after all; one that cannot be removed is held again."""
-        entry, room.spare = room.spare, None
-        if entry is None:
-            return
-        try:
-            self._state.unlink(entry)
-        except OSError:
-            self._state.index.release(-entry.nbytes)
-            self._state.put_back(entry)
-        else:
-            self._state.index.gone(entry, 0)
-            self._state.count(("evicted",))
 
     def _reuse_spare(self, room: Reservation, root: Root, name: str, folder: OpenFolder) -> bool:
         """Give the spare file, if there is one, the name ``name``; whether it has it."""
@@ -234,47 +321,25 @@ class Writes:
             root.tidy(home.tenant, home.namespace_id, entry.key)
         return True
 
-    def _evict(self, victims: list[DiskEntry]) -> None:
-        """Remove files; what cannot be removed stays, and ends the write.
-
-        Raises:
-            OSError: From the first that cannot be removed.
-        """
-        state = self._state
-        failure: OSError | None = None
-        for entry in victims:
-            try:
-                state.unlink(entry)
-            except OSError as error:
-                failure = failure or error
-                state.put_back(entry)
-            else:
-                state.index.gone(entry, entry.nbytes)
-                state.count(("evicted",))
-        if failure is not None:
-            raise failure
-
-    def _write_file(
-        self, home: Home, block: BlockWrite, root: Root, folder: OpenFolder | None, room: Reservation
-    ) -> int:
+    def _write_file(self, home: Home, job: _Job) -> int:
         """Returns the bytes that the file takes up."""
-        header = home.template.build(
-            block.key, block.parent, block.position, xxhash.xxh3_64_intdigest(block.data)
-        )
-        direct = root.direct_write and is_aligned(block.data)
+        block, root, room, folder = job.block, job.root, job.room, job.folder
+        assert root is not None  # it was prepared
+        assert room is not None
+        if not root.is_up:  # maybe closed since: nothing is written beside the next owner
+            raise RootDownError(errno.ENODEV, "the directory is down")
         while True:
             try:
                 if folder is None:
                     where = (home.held.tenant, home.held.namespace_id, block.key)
-                    folder = root.folder(*where, make=room.spend)
-                name = root.temporary_name(block.key)
-                fd = self._open(name, root, folder, room, home.template.file_nbytes, DIRECT if direct else 0)
-                taken = self._fill(fd, name, home, block, header, root, folder, direct=direct)
-                root.grown(folder, room.spend)
-                return taken
+                    job.folder = folder = root.folder(*where, make=room.spend)
+                name, job.temporary = job.temporary or root.temporary_name(block.key), ""
+                fd = self._open(name, root, folder, room, home.template.file_nbytes, job.flags)
+                return self._fill(fd, name, home, job, root, folder)
             except OSError as error:
-                if direct and error.errno in NO_DIRECT:
-                    root.direct_write = direct = False
+                if job.flags and error.errno in NO_DIRECT:
+                    root.direct_write = False
+                    job.flags = 0
                 elif is_gone(error) and folder is not None and root.is_stale(folder):
                     folder = None
                 else:
@@ -299,37 +364,26 @@ class Writes:
         files.unlink(name, folder.fd)
         return files.create(name, folder.fd, flags)
 
-    def _fill(
-        self,
-        fd: int,
-        name: str,
-        home: Home,
-        block: BlockWrite,
-        header: bytes,
-        root: Root,
-        folder: OpenFolder,
-        *,
-        direct: bool,
-    ) -> int:
+    def _fill(self, fd: int, name: str, home: Home, job: _Job, root: Root, folder: OpenFolder) -> int:
         """Write the file, sync it, and give it its name; returns the bytes that it takes up."""
-        files, sync = self._state.files, self._state.options.sync
+        files, sync, nbytes = self._state.files, self._state.options.sync, home.template.file_nbytes
+        named = False
         try:
             try:
-                write_block(files, fd, home.template, header, block.data, direct=direct)
+                write_whole(files, fd, job.parts, nbytes)
                 if sync != "none":
                     files.sync_data(fd)
                 taken = disk_nbytes(files.status(fd))
             finally:
                 files.close(fd)
-            files.rename(name, folder.fd, final := names.block_name(block.key), folder.fd)
-            name = final
+            files.rename(name, folder.fd, job.name, folder.fd)
+            named = True  # a whole file, which must not be found later if what follows fails
             if sync == "full":
                 files.sync(folder.fd)
         except BaseException:
-            nbytes = home.template.file_nbytes
-            named = name == names.block_name(block.key)  # a whole file, which must not be found later
+            block = job.block
             entry = DiskEntry(home.held, block.key, block.parent, nbytes, root.number) if named else None
-            self._withdraw(name, root, folder, nbytes, entry)
+            self._withdraw(job.name if named else name, root, folder, nbytes, entry)
             raise
         if sync == "data":
             with self._lock:

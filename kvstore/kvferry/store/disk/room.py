@@ -1,0 +1,122 @@
+"""Room for writes to a disk tier: taken from the cap and from the device, by eviction if need be."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvferry.core.clock import is_past
+from kvferry.store.disk.index import DiskEntry, Reservation
+from kvferry.store.disk.root import Root
+from kvferry.store.disk.state import DiskState, Home
+from kvferry.store.tier import WriteOutcome, WriteResult
+
+__all__ = ["NOT_YET", "Rooms"]
+
+NOT_YET: Final = WriteResult(WriteOutcome.REFUSED, "room is in use by other writes")
+_MAX_ROUNDS: Final = 4
+
+
+class Rooms:
+    """Takes room and gives it back. Thread safe."""
+
+    def __init__(self, state: DiskState) -> None:
+        self._state = state
+
+    def make(
+        self, home: Home, root: Root, room: Reservation, deadline: float, *, looks: bool, alone: bool
+    ) -> WriteResult | None:
+        """Take the room, evicting as needed; a result if that cannot be. ``looks`` at the device too.
+
+        Unless it is ``alone``, what other jobs of this thread have taken may be room for it later.
+        """
+        index, rounds = self._state.index, 0
+        spare: DiskEntry | None = None
+        try:
+            while True:
+                on_root = self._short(home, root, room, rounds) if looks and not room.claimed else 0
+                if on_root > 0:
+                    victims = index.evict(on_root, root.number)
+                    rounds += 1
+                else:
+                    victims = index.reserve(room.left, spare.nbytes if spare is not None else 0)
+                if victims is None:
+                    if on_root > 0 and root.free_nbytes() >= self._state.options.keep_free_nbytes + room.left:
+                        looks = False  # others claim it, or there is a quota: try
+                        continue
+                    return self._refuse(root, room, on_root) if alone else NOT_YET
+                if not victims:
+                    room.spare, spare = spare, None
+                    return None
+                if spare is None and on_root <= 0:
+                    spare = self._choose_spare(home, root, victims)
+                self._evict(victims)
+                if is_past(deadline):
+                    return WriteResult(WriteOutcome.FAILED, "no room was made by the deadline")
+        finally:
+            if spare is not None:
+                self._state.put_back(spare)
+
+    def _short(self, home: Home, root: Root, room: Reservation, rounds: int) -> int:
+        """Bytes that must go on the device before a write, after ``rounds`` of eviction."""
+        keep = self._state.options.keep_free_nbytes
+        if not keep and rounds >= _MAX_ROUNDS:
+            return 0  # some file systems tell late of what was freed: all would go for one block
+        if root.has_quota and not rounds:
+            return home.template.file_nbytes
+        short = root.claim_room(room.left, keep)
+        room.claimed = 0 if short else room.left
+        return short
+
+    def _refuse(self, root: Root, room: Reservation, on_root: int) -> WriteResult:
+        what = f"{room.left} bytes do not fit"
+        if on_root > 0:
+            what = "its device is full"
+            root.begin_full(room.left)
+            self._state.wake()  # to see when it has room again
+        return WriteResult(WriteOutcome.REFUSED, f"{what}, and nothing more may be evicted")
+
+    @staticmethod
+    def _choose_spare(home: Home, root: Root, victims: list[DiskEntry]) -> DiskEntry | None:
+        """Take one out of ``victims`` whose file may be written over: as large, in the same directory.
+
+        Making and removing files is what costs most when blocks are small, on file systems that must
+        find, and journal, an inode and its blocks each time.
+        """
+        for number, entry in enumerate(victims):
+            if entry.root == root.number and entry.nbytes == home.template.file_nbytes:
+                return victims.pop(number)
+        return None
+
+    def drop_spare(self, room: Reservation) -> None:
+        """Remove a spare file that was not used after all; one that cannot be removed is held again."""
+        entry, room.spare = room.spare, None
+        if entry is None:
+            return
+        try:
+            self._state.unlink(entry)
+        except OSError:
+            self._state.index.release(-entry.nbytes)
+            self._state.put_back(entry)
+        else:
+            self._state.index.gone(entry, 0)
+            self._state.count(("evicted",))
+
+    def _evict(self, victims: list[DiskEntry]) -> None:
+        """Remove files; what cannot be removed stays, and ends the write.
+
+        Raises:
+            OSError: From the first that cannot be removed.
+        """
+        state = self._state
+        failure: OSError | None = None
+        for entry in victims:
+            try:
+                state.unlink(entry)
+            except OSError as error:
+                failure = failure or error
+                state.put_back(entry)
+            else:
+                state.index.gone(entry, entry.nbytes)
+                state.count(("evicted",))
+        if failure is not None:
+            raise failure
