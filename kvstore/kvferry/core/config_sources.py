@@ -23,6 +23,8 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "KVFERRY_CONFIG": "the configuration file, where no --config is given",
     "KVFERRY_DEBUG": "1: show the traceback of an error",
     "KVFERRY_CACHE_DIR": "where converted models and other files that can be made again are kept",
+    "KVFERRY_NATIVE": "off: no native kernels; a path: those of that library",
+    "KVFERRY_NATIVE_ISA": "portable: native kernels without the processor's vector instructions",
     "KVFERRY_SMOLLM2_DIR": "a folder with the SmolLM2 checkpoint, for the demo and for tests",
 }
 """Environment variables with our prefix that are no fields of the configuration."""
