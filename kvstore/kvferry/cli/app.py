@@ -139,6 +139,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _report(error: Exception, args: Sequence[str]) -> int | None:
     """Print an error that users can mend as one line; ``None`` for anything else, which is a bug."""
+    from kvferry.cli.output import plain
     from kvferry.core.log import redact
 
     text, code = _missing_extra(error, args), EXIT_USAGE
@@ -150,7 +151,7 @@ def _report(error: Exception, args: Sequence[str]) -> int | None:
         code = EXIT_USAGE if isinstance(error, (errors.ConfigError, errors.RequestError)) else EXIT_ERROR
     if os.environ.get("KVFERRY_DEBUG", "") not in ("", "0"):
         traceback.print_exception(error)
-    print(f"error: {redact(' '.join(text.split()))}", file=sys.stderr)
+    print(f"error: {plain(redact(' '.join(text.split())))}", file=sys.stderr)
     return code
 
 

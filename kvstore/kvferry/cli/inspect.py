@@ -45,7 +45,7 @@ def inspect(
     Looking, --verify and --export disturb no store that uses the directory; --repair needs it for itself.
     The exit code is 1 if corrupt blocks were found.
     """
-    from kvferry.cli.output import print_json
+    from kvferry.cli.output import print_json, say
     from kvferry.store.disk import inspection
 
     if export is not None:
@@ -53,7 +53,7 @@ def inspect(
         if as_json:
             print_json({"exported": export[0], "file": export[1], "spec": header.spec.describe()})
         else:
-            typer.echo(f"{export[1]}: {header.spec.describe()}")
+            say(f"{export[1]}: {header.spec.describe()}")
         return
     checked: Verification | None = None
     if repair or verify:
@@ -127,41 +127,40 @@ def _checked_as_json(checked: Verification) -> dict[str, object]:
 
 
 def _print(found: Inspection, checked: Verification | None) -> None:
-    from kvferry.cli.output import print_table
+    from kvferry.cli.output import print_table, say
     from kvferry.core.units import format_nbytes
 
     blocks = sum(n.blocks for n in found.namespaces)
     used = "" if found.used_by is None else f", used by process {found.used_by}"
-    typer.echo(f"{found.directory}: {blocks} blocks, {format_nbytes(found.nbytes)} on disk{used}")
+    say(f"{found.directory}: {blocks} blocks, {format_nbytes(found.nbytes)} on disk{used}")
     if found.namespaces:
         print_table(_HEADER, [_row(summary) for summary in found.namespaces])
     if found.quarantined:
         nbytes = format_nbytes(sum(n for _, n in found.quarantined))
-        typer.echo(f"in quarantine: {len(found.quarantined)} files, {nbytes}")
+        say(f"in quarantine: {len(found.quarantined)} files, {nbytes}")
     if found.temporaries:
-        typer.echo(f"temporary files: {found.temporaries} (being written, or left by a crash)")
+        say(f"temporary files: {found.temporaries} (being written, or left by a crash)")
     if found.foreign_count:
-        typer.echo(f"not the tier's: {found.foreign_count}, as {', '.join(found.foreign[:3])}")
+        say(f"not the tier's: {found.foreign_count}, as {', '.join(found.foreign[:3])}")
     for error in found.errors:
-        typer.echo(f"not read: {error}")
+        say(f"not read: {error}")
     if checked is not None:
         _print_checked(checked)
 
 
 def _print_checked(checked: Verification) -> None:
+    from kvferry.cli.output import say
     from kvferry.core.units import format_nbytes
 
     sound = checked.blocks - len(checked.corrupt) - len(checked.unreadable)
-    typer.echo(
-        f"verified: {sound} of {checked.blocks} blocks are sound, {format_nbytes(checked.nbytes)} read"
-    )
+    say(f"verified: {sound} of {checked.blocks} blocks are sound, {format_nbytes(checked.nbytes)} read")
     for word, findings in (("corrupt", checked.corrupt), ("unreadable", checked.unreadable)):
         for finding in findings[:20]:
-            typer.echo(f"{word}: {finding.key.hex()} of tenant {finding.tenant}: {finding.reason}")
+            say(f"{word}: {finding.key.hex()} of tenant {finding.tenant}: {finding.reason}")
         if len(findings) > 20:
-            typer.echo(f"{word}: and {len(findings) - 20} more; --json lists all")
+            say(f"{word}: and {len(findings) - 20} more; --json lists all")
     if checked.put_away:
-        typer.echo(f"put into quarantine: {checked.put_away}")
+        say(f"put into quarantine: {checked.put_away}")
 
 
 def _row(summary: NamespaceSummary) -> tuple[object, ...]:

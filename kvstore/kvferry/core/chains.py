@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kvferry.core.eviction import Entry
 from kvferry.core.keys import BlockKey
@@ -12,6 +12,8 @@ from kvferry.core.segments import Slot
 __all__ = ["Block", "ChainIndex"]
 
 E = TypeVar("E", bound=Entry)
+_NOT_ASKED: Final = -1
+_UNKNOWN: Final = -2
 
 
 class ChainIndex(Generic[E]):
@@ -93,9 +95,10 @@ class Block(Entry):
         holds: Read leases, pins and copies under way that keep it in place.
         stored: Whether it is in the index; a removed block that is held lives on until the last hold.
         places: Which slower tiers are known to have a copy, as bits.
+        position: Number in the chain if it was stored with one, or :meth:`find_position` found it.
     """
 
-    __slots__ = ("holds", "places", "slot", "stored")
+    __slots__ = ("holds", "places", "position", "slot", "stored")
 
     index: ChainIndex[Block]
 
@@ -111,6 +114,27 @@ class Block(Entry):
         self.holds = 0
         self.stored = False
         self.places = 0
+        self.position = _NOT_ASKED
+
+    def find_position(self) -> int:
+        """Its number in the chain, from 0; -1 if that is not known, since an ancestor is not in memory.
+
+        Found once: what is asked for each block of a chain in turn takes one step each.
+        """
+        index, unknown = self.index, []
+        at: Block | None = self
+        while at is not None and at.position == _NOT_ASKED:
+            at.position = _UNKNOWN  # for now: a foreign chain may be given in a ring
+            unknown.append(at)
+            if at.parent is None:
+                at.position = 0
+                unknown.pop()
+                break
+            at = index.entries.get(at.parent)
+        if at is not None and at.position >= 0:
+            for number, block in enumerate(reversed(unknown), at.position + 1):
+                block.position = number
+        return max(self.position, -1)
 
     @property
     def nbytes(self) -> int:

@@ -284,6 +284,7 @@ class Fetcher:
                 parent = item.result.parent
                 block = Block(index, item.key, None if parent == UNKNOWN_PARENT else parent, item.slot)
                 block.places = item.level.bit
+                block.position = item.result.position
                 if item.promote and not item.cancelled:
                     block.index = pool.index(ns, namespace.slot_nbytes)
                     pool.add(block)

@@ -205,7 +205,7 @@ class TierWriter:
                     job.block.key,
                     self._pool.arena.view(job.block.slot),
                     job.block.parent,
-                    0 if job.block.parent is None else -1,
+                    job.block.find_position(),
                 )
                 for job in live
             ]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvferry.cli.output import print_table
+from kvferry.cli.output import plain, print_table
 
 HEADER = ("key", "value", "source", "allowed")
 ROWS = [
@@ -50,3 +50,9 @@ def test_a_wide_terminal_and_a_pipe_show_all(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert "addresses " * 8 in lines[2]
+
+
+def test_what_is_no_text_is_escaped() -> None:
+    assert plain("Grüße 漢字 🙂 a b") == "Grüße 漢字 🙂 a b"
+    assert plain("\x1b[31m\x07\x7f\x9b\r\n\t") == r"\x1b[31m\x07\x7f\x9b\r\n\t"
+    assert plain("\u202e\u2028\udcff\U000e0001") == r"\u202e\u2028\udcff\U000e0001"

@@ -169,3 +169,53 @@ def test_the_command_exports(
     assert run("inspect", str(folder), "--export", keys[0].hex(), str(target)) == 0
     assert "tier-suite@r1" in capsys.readouterr().out
     assert target.exists()
+
+
+NASTY = "evil\x1b]0;title\x07\x1b[31m\x9b2J\u202egpj\r\nfake: line"
+
+
+def test_names_of_others_cannot_write_to_the_terminal(
+    make_tier: MakeTier, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Models, tenants and files; JSON has them as they are."""
+    tier = make_tier()
+    space = opened(tier, small_spec(NASTY, pages=8, layers=4), "a\u202eb")
+    write(tier, space, chain(space, 1, 2))
+    (folder / "not\x1bours").write_text("")
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).mkdir()
+    spoil(folder, chain(space, 1, 2)[0])
+    assert run("inspect", str(folder), "--verify") == 1
+    text = capsys.readouterr().out
+    assert all(c == "\n" or c.isprintable() for c in text)
+    assert r"\x1b]0;title\x07" in text
+    assert r"a\u202eb" in text
+    assert "\nfake: line" not in text
+    assert run("inspect", str(folder), "--json") == 0
+    shown = capsys.readouterr().out.rstrip("\n")
+    assert shown.isprintable()
+    assert json.loads(shown)["namespaces"][0]["model"] == NASTY
+    assert run("inspect", str(folder) + "\x1b[31m") == 2
+    assert r"\x1b[31m: No such file" in capsys.readouterr().err
+
+
+def test_repair_leaves_alone_what_is_no_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat").write_text("")
+    assert run("inspect", str(tmp_path), "--repair") == 2
+    assert "is no directory of a disk tier" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["photos"]
+    (tmp_path / ".lock").write_text("")  # somebody else's
+    assert run("inspect", str(tmp_path), "--repair") == 2
+    assert run("inspect", str(tmp_path / "photos" / "cat"), "--repair") == 2
+    assert "cat is a file, not a directory" in capsys.readouterr().err
+
+
+def test_repair_leaves_no_empty_folders(folder: Path, tier: DiskTier, keys: list[BlockKey]) -> None:
+    """Nor does a tier that puts a block into quarantine."""
+    for key in keys[1:]:
+        spoil(folder, key)
+    place = block_file(folder, keys[1]).parent
+    tier.close()
+    assert inspection.repair(str(folder)).put_away == 4
+    assert not place.exists()
+    assert block_file(folder, keys[0]).exists()

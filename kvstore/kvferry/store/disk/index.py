@@ -25,19 +25,27 @@ class DiskEntry(Entry):
 
     Attributes:
         parent: ``None`` also while it is not known, that is until ``verified``.
+        position: Its number in the chain; -1 while or if that is not known.
         root: Number of the directory that it lies in.
         verified: Whether its header was compared since the start.
     """
 
-    __slots__ = ("_nbytes", "root", "verified")
+    __slots__ = ("_nbytes", "position", "root", "verified")
 
     index: NamespaceIndex
 
     def __init__(
-        self, index: NamespaceIndex, key: BlockKey, parent: BlockKey | None, nbytes: int, root: int
+        self,
+        index: NamespaceIndex,
+        key: BlockKey,
+        parent: BlockKey | None,
+        nbytes: int,
+        root: int,
+        position: int = -1,
     ) -> None:
         super().__init__(index, key, None if parent == UNKNOWN_PARENT else parent)
         self._nbytes = nbytes
+        self.position = position
         self.root = root
         self.verified = parent != UNKNOWN_PARENT
 
@@ -129,7 +137,7 @@ class DiskIndex:
         self._clearing: dict[_Name, threading.Event | None] = {}
         self._unwanted: set[_Name] = set()  # removed while they were evicted
         self._removals = Removals()
-        self._numbers: dict[int, int] = {}  # one int object for all entries of a size
+        self._numbers: dict[int, int] = {}  # one int object for equal sizes and positions
 
     # -- namespaces ------------------------------------------------------------------------------------
 
@@ -206,11 +214,12 @@ class DiskIndex:
                 elif self._holds(entry):
                     self._policy.released(entry)
 
-    def learn(self, entry: DiskEntry, parent: BlockKey | None) -> None:
-        """The header of ``entry`` was compared; it names this parent."""
+    def learn(self, entry: DiskEntry, parent: BlockKey | None, position: int) -> None:
+        """The header of ``entry`` was compared; it names this parent and position."""
         with self.lock:
             if not entry.verified and self._holds(entry):
                 entry.verified = True
+                entry.position = self._shared(position)
                 entry.index.link(entry, parent)
 
     def accessed(self, entries: Iterable[DiskEntry]) -> None:
@@ -373,6 +382,7 @@ class DiskIndex:
             for key, stored in written:
                 if stored is not None:
                     stored._nbytes = self._shared(stored.nbytes)
+                    stored.position = self._shared(stored.position)
                     above = None if stored.parent is None else home.entries.get(stored.parent)
                     if above is not None:
                         stored.parent = above.key  # one bytes object a key

@@ -24,7 +24,7 @@ from kvferry.store.disk import names
 from kvferry.store.disk.blocks import read_header
 from kvferry.store.disk.files import Files, is_gone, open_quietly, read_parts, reason_of
 from kvferry.store.disk.header import BlockHeader, readable
-from kvferry.store.disk.lock import lock_owner
+from kvferry.store.disk.lock import has_lock_file, lock_owner
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.places import open_directory
 from kvferry.store.disk.problems import Problems
@@ -302,15 +302,30 @@ def _check(
     return nbytes
 
 
+def _is_tier(files: Files, root: int) -> bool:
+    """Whether a disk tier has used a directory."""
+    if has_lock_file(root):
+        return True
+    scan = scan_directory(files, root, clean=False)  # the lock's file is empty where the device was full
+    return bool(scan.blocks or scan.quarantined)
+
+
 def repair(directory: str, progress: Progress | None = None) -> Verification:
     """Verify, put what is corrupt into quarantine, remove temporaries and empty folders.
 
     Raises:
-        RequestError: If there is no such directory.
+        RequestError: If there is no such directory, or it is none of a disk tier: then nothing is touched.
         TierError: If a store uses it, or nothing can be written there.
     """
     files = Files()
-    files.close(_open(directory))
+    fd = _open(directory)
+    try:
+        if not _is_tier(files, fd):
+            raise RequestError(
+                f"{directory} is no directory of a disk tier: it has no block, no lock; nothing was changed"
+            )
+    finally:
+        files.close(fd)
     options = DiskOptions((directory,), capacity_nbytes=1 << 62)
     root = Root(0, directory, files, Problems("inspect", _SILENT), lambda _: None, options)
     try:
@@ -330,6 +345,7 @@ def repair(directory: str, progress: Progress | None = None) -> Verification:
             folder = root.folder(bad.tenant, bad.namespace_id, bad.key)
             nbytes = sizes[bad.tenant, bad.namespace_id, bad.key]
             found.put_away += root.quarantine(folder, bad.namespace_id, bad.key, nbytes) > 0
+            root.tidy(bad.tenant, bad.namespace_id, bad.key)
         return found
     finally:
         root.stop()

@@ -18,7 +18,7 @@ from typing import Final
 from kvferry.core.errors import TierError
 from kvferry.store.disk import names
 
-__all__ = ["DirectoryLock", "is_in_use", "lock_owner", "take_lock"]
+__all__ = ["DirectoryLock", "has_lock_file", "is_in_use", "lock_owner", "take_lock"]
 
 _NO_FILE: Final = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT))
 _PID: Final = re.compile(rb"\s*([0-9]{1,10})\s*")
@@ -152,6 +152,11 @@ def _written_pid(root: int) -> int | None:
     except OSError:
         return None
     return None if found is None else int(found[1])
+
+
+def has_lock_file(root: int) -> bool:
+    """Whether there is a file as :func:`take_lock` makes it, held or not."""
+    return _written_pid(root) is not None
 
 
 def _write_pid(root: int) -> None:

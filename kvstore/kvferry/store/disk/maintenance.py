@@ -140,7 +140,7 @@ class Maintenance:
             folder = root.folder(home.tenant, home.namespace_id, entry.key)
             fd, nbytes = open_quietly(state.files, names.block_name(entry.key), folder.fd)
             try:
-                state.index.learn(entry, self._compare(home, entry, fd, nbytes))
+                state.index.learn(entry, *self._compare(home, entry, fd, nbytes))
             finally:
                 state.files.close(fd)
         except CorruptBlockError as error:
@@ -149,14 +149,17 @@ class Maintenance:
             if is_gone(error) and not state.check_vanished(root) and state.index.discard(entry):
                 state.index.gone(entry, entry.nbytes)
 
-    def _compare(self, home: NamespaceIndex, entry: DiskEntry, fd: int, nbytes: int) -> BlockKey | None:
+    def _compare(
+        self, home: NamespaceIndex, entry: DiskEntry, fd: int, nbytes: int
+    ) -> tuple[BlockKey | None, int]:
+        """Parent and position, if all is as it should be."""
         template = home.template
         if template is not None and nbytes == template.file_nbytes:
             header = bytearray(template.header_nbytes)
             read_parts(self._state.files, fd, [memoryview(header)])
             found = template.check(bytes(header), entry.key)
             if found is not None:
-                return found[0]
+                return found[:2]
         parsed = read_header(self._state.files, fd)
         namespace = parsed.namespace() if home.told is None else home.told
         require_identity(parsed, namespace, entry.key)
@@ -166,4 +169,4 @@ class Maintenance:
             raise CorruptBlockError(f"the file has {nbytes} bytes, its header speaks of {parsed.file_nbytes}")
         if home.template is None:
             home.template = HeaderTemplate(namespace)
-        return parsed.parent
+        return parsed.parent, parsed.position

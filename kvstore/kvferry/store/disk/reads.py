@@ -108,7 +108,7 @@ def _judge(
             stored = _read_file(state, home, block, root)
         _compare_parents(block, entry, stored)
         if not entry.verified:
-            state.index.learn(entry, stored.parent)
+            state.index.learn(entry, stored.parent, stored.position)
     except CorruptBlockError as error:
         return _corrupt(state, entry, str(error)), None
     except OSError as error:

@@ -288,6 +288,7 @@ class DiskTier(Tier):
         def write(number: int) -> list[tuple[WriteResult, DiskEntry | None]]:
             return self._writes.write(home, blocks[number * share : (number + 1) * share], deadline)
 
+        blocks = _placed(home, blocks)
         results: list[WriteResult] = []
         stored: list[DiskEntry] = []
         for found in _collect(self._writers.run(-(-len(blocks) // share), write, deadline)):
@@ -327,12 +328,18 @@ class DiskTier(Tier):
         self._state.index.unpin(self._home(namespace).held, keys)
 
     def scan(self) -> Iterator[TierEntry]:
-        """See :class:`~kvferry.store.tier.Tier`. Positions are in the headers only: -1 here."""
+        """See :class:`~kvferry.store.tier.Tier`."""
         for entry in self._state.index.iterate():
             home = entry.index
             parent = entry.parent if entry.verified else UNKNOWN_PARENT
             yield TierEntry(
-                home.tenant, home.namespace_id, entry.key, entry.nbytes, parent, -1, entry.verified
+                home.tenant,
+                home.namespace_id,
+                entry.key,
+                entry.nbytes,
+                parent,
+                entry.position,
+                entry.verified,
             )
 
     def usage(self) -> TierUsage:
@@ -396,6 +403,24 @@ class DiskTier(Tier):
                 f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
             )
         return home
+
+
+def _placed(home: Home, blocks: Sequence[BlockWrite]) -> Sequence[BlockWrite]:
+    """The blocks with positions, also where only those of their parents are known, here or on disk."""
+    if all(block.position >= 0 for block in blocks):
+        return blocks
+    known: dict[BlockKey, int] = {}
+    placed: list[BlockWrite] = []
+    for block in blocks:
+        if block.position < 0 and block.parent is None:
+            block = block._replace(position=0)
+        elif block.position < 0 and block.parent is not None:
+            above = home.held.entries.get(block.parent)
+            position = known.get(block.parent, -1 if above is None else above.position)
+            block = block._replace(position=position + 1 if position >= 0 else -1)
+        known[block.key] = block.position
+        placed.append(block)
+    return placed
 
 
 def _in_order(

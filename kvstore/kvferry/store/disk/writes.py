@@ -258,7 +258,7 @@ class Writes:
             with contextlib.suppress(OSError):  # the block is there, whatever the folder says
                 root.grown(folder, room.spend)
         root.took_write()
-        job.entry = DiskEntry(home.held, block.key, block.parent, job.taken, root.number)
+        job.entry = DiskEntry(home.held, block.key, block.parent, job.taken, root.number, block.position)
 
     def _settle(self, job: _Job) -> None:
         """Give back the room of a job that is left."""
