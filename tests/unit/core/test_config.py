@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -280,6 +281,21 @@ def test_unknown_variables_are_refused(name: str, says: str, monkeypatch: pytest
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=says):
         load_config()
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """One that only its reader knows would stop every command of whoever sets it."""
+    root = Path(__file__).parents[3]
+    files = [
+        path
+        for top in ("kvstore", "transports", "codecs", "bench")
+        for path in (root / top).rglob("*")
+        if path.suffix in (".py", ".c", ".h")
+    ]
+    assert len(files) > 100
+    named = {name for path in files for name in re.findall(r"KVFERRY_[A-Z0-9_]*[A-Z0-9]", path.read_text())}
+    assert {"KVFERRY_CONFIG", "KVFERRY_NATIVE"} <= named
+    assert named - set(OTHER_VARIABLES) - {variable(key) for key in KEYS} == set()
 
 
 def test_the_variables_that_are_no_fields_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
