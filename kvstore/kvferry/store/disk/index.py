@@ -35,14 +35,9 @@ class DiskEntry(Entry):
     index: NamespaceIndex
 
     def __init__(
-        self,
-        index: NamespaceIndex,
-        key: BlockKey,
-        parent: BlockKey | None,
-        nbytes: int,
-        root: int,
+        self, index: NamespaceIndex, key: BlockKey, parent: BlockKey | None, nbytes: int, root: int,
         position: int = -1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(index, key, None if parent == UNKNOWN_PARENT else parent)
         self._nbytes = nbytes
         self.position = position
