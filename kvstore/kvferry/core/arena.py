@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.core.allocator import PageAllocator
-from kvferry.core.buffers import PAGE_NBYTES, write_into
+from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import CapacityError, ConfigError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.segments import MappedSegment, Segment, SegmentInfo, Slot, pages_of
+from kvferry.core.streaming_copy import stream_into
 
 __all__ = [
     "Arena",
@@ -191,7 +192,7 @@ class Arena:
                 raise StoreError("the arena is closed")
             if len(source) != slot.nbytes:
                 raise ValueError(f"copy of {len(source)} bytes into {slot}")
-            write_into(array, slot.offset, source)
+            stream_into(array, slot.offset, source)
 
     def free(self, slot: Slot) -> None:
         """Take a slot back; its generation is raised first.

@@ -18,6 +18,7 @@ from kvferry.bench.scenarios.store import StoreOptions
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError
 from kvferry.core.keys import BlockKey
+from kvferry.core.streaming_copy import copy_kernel
 from kvferry.store.tiered import TieredStore
 
 __all__ = ["run_evict", "run_load", "run_save"]
@@ -176,6 +177,7 @@ def _saves(scenario: str, options: StoreOptions, progress: Progress, *, evict: b
             params: dict[str, Param] = {
                 **_params(nbytes, batch, options),
                 "policy": "lru",
+                "copy": copy_kernel(),
                 "memcpy_cold": "same sources and slots",
                 "memcpy_private": "memory of its own",
             }

@@ -1,4 +1,5 @@
 // What the library exports, and the choice of the instruction set at the first call.
+#include "copy.h"
 #include "kvc.h"
 
 #include <stdlib.h>
@@ -58,3 +59,5 @@ KVC_EXPORT int64_t kvc_quant_encode(
 KVC_EXPORT int64_t kvc_quant_decode(KVC_WHAT, int kind, size_t last, const uint8_t *src, size_t nbytes) {
     return chosen()->quant_decode(&KVC_TENSOR, kind, last, src, nbytes);
 }
+// dst and src do not overlap
+KVC_EXPORT void kvc_copy(uint8_t *dst, const uint8_t *src, size_t nbytes) { copy_past_caches(dst, src, nbytes); }
