@@ -61,7 +61,7 @@ def as_bytes_view(buf: Buf) -> memoryview:
 
 def total_nbytes(parts: Iterable[memoryview]) -> int:
     """Bytes of several flat views together."""
-    return sum(len(p) for p in parts)
+    return sum(map(len, parts))
 
 
 def copy_into(dst: memoryview, src: Buf) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -26,22 +26,14 @@ from kvferry.transports.base import Connection, SharedMemoryConnection
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import Failure, Hello, Message, Welcome
 from kvferry.wire.options import ChannelOptions, Peer
-from kvferry.wire.payload import check_digest, hash_into, pieces_of
-from kvferry.wire.protocol import (
-    TRAILER_NBYTES,
-    MessageReceived,
-    Side,
-    State,
-    TrailerReceived,
-    WireProtocol,
-    printable,
-)
+from kvferry.wire.payload import hash_into, pieces_of
+from kvferry.wire.protocol import DESCRIPTOR_TYPES, Side, State, WireProtocol, printable
+from kvferry.wire.reader import FrameReader
 
 __all__ = ["Channel", "Incoming"]
 
 M = TypeVar("M", bound=Message)
 
-_META_PIECE_NBYTES = 64 << 10
 _FAILURE_TIMEOUT_S = 1.0
 
 
@@ -58,6 +50,7 @@ class Channel:
     def __init__(self, connection: Connection, protocol: WireProtocol, options: ChannelOptions) -> None:
         self._connection = connection
         self._protocol = protocol
+        self._reader = FrameReader(connection, protocol)
         self._options = options
         self._send_lock = threading.Lock()
         self._receive_lock = threading.Lock()
@@ -248,9 +241,10 @@ class Channel:
             TransferTimeoutError: At the deadline; the connection is aborted if the frame had begun.
             ConnectionClosedError: If this end or the peer closed it.
         """
-        views = [view for view in map(as_bytes_view, payload) if len(view)]
+        views = [view for view in map(as_bytes_view, payload) if len(view)] if payload else []
         memory = self._memory() if descriptors else None
-        if not self._send_lock.acquire(timeout=time_left(deadline)):
+        lock = self._send_lock
+        if not (lock.acquire(blocking=False) or lock.acquire(timeout=time_left(deadline))):
             raise TransferTimeoutError(f"{self.address}: another thread was sending until the deadline")
         try:
             self._send_frame(message, views, deadline, request_id)
@@ -258,7 +252,7 @@ class Channel:
                 with self._frame():
                     memory.send_descriptors(descriptors, deadline)
         finally:
-            self._send_lock.release()
+            lock.release()
 
     def reply(
         self, request: Incoming, message: Message, payload: Sequence[Buf] = (), *, deadline: float
@@ -273,22 +267,29 @@ class Channel:
     def _send_frame(
         self, message: Message, views: list[memoryview], deadline: float, request_id: int
     ) -> None:
-        head: list[Buf] = [*self._protocol.encode(message, total_nbytes(views), request_id)]
-        with self._frame():
-            if not (views and self._protocol.checksum):
+        head = self._protocol.encode(message, total_nbytes(views), request_id)
+        try:
+            if views and self._protocol.checksum:
+                self._send_hashed(head, views, deadline)
+            else:
                 self._connection.send([*head, *views], deadline)
-                return
-            digest = xxhash.xxh3_64()
-            last: list[memoryview] = []
-            for piece in pieces_of(views):
-                if last:
-                    self._connection.send([*head, *last], deadline)
-                    hash_into(digest, last)
-                    head = []
-                last = piece
-            # The last piece is hashed first, so that it leaves together with the trailer.
-            hash_into(digest, last)
-            self._connection.send([*head, *last, self._protocol.trailer(digest.intdigest())], deadline)
+        except BaseException:
+            self._frame_failed()
+            raise
+        self._last_activity = time.monotonic()
+
+    def _send_hashed(self, head: Sequence[bytes], views: list[memoryview], deadline: float) -> None:
+        digest = xxhash.xxh3_64()
+        last: list[memoryview] = []
+        for piece in pieces_of(views):
+            if last:
+                self._connection.send([*head, *last], deadline)
+                hash_into(digest, last)
+                head = []
+            last = piece
+        # The last piece is hashed first, so that it leaves together with the trailer.
+        hash_into(digest, last)
+        self._connection.send([*head, *last, self._protocol.trailer(digest.intdigest())], deadline)
 
     # ---- receiving ---------------------------------------------------------------------------
 
@@ -301,8 +302,17 @@ class Channel:
             ProtocolError: If the peer broke the protocol (the connection is aborted), or if the payload
                 of the last frame is still unread (nothing is changed).
         """
-        with self._next_frame():
-            return self._read_message(deadline)
+        return self._receive(deadline)
+
+    def _receive(self, deadline: float, *, ahead: bool | None = None) -> Incoming:
+        self._begin_receiving()
+        try:
+            self._check_no_pending()
+            self._waiting = True
+            return self._read_message(deadline, ahead=ahead)
+        finally:
+            self._waiting = False
+            self._receive_lock.release()
 
     def receive_idle(self, deadline: float) -> Incoming | None:
         """The next frame, or ``None`` if none began to arrive by the deadline; the channel stays good.
@@ -310,10 +320,16 @@ class Channel:
         A frame that has begun is given ``frame_timeout_s`` of the options to complete its message, so
         the call may return that much after its deadline. Raises as :meth:`receive`.
         """
-        with self._next_frame():
+        self._begin_receiving()
+        try:
+            self._check_no_pending()
+            self._waiting = True
             if not self._wait_readable(deadline):
                 return None
             return self._read_message(max(deadline, deadline_in(self._options.frame_timeout_s)))
+        finally:
+            self._waiting = False
+            self._receive_lock.release()
 
     def expect(self, reply_type: type[M], deadline: float, *, request_id: int = 0) -> M:
         """The next frame, which must be a ``reply_type`` without payload.
@@ -322,7 +338,7 @@ class Channel:
             KVFerryError: Of the kind that the peer's ``Failure`` names, with the peer's address.
             ProtocolError: If it is another message, or answers another request; connection aborted.
         """
-        incoming = self.receive(deadline)
+        incoming = self._receive(deadline, ahead=reply_type not in DESCRIPTOR_TYPES)
         message = incoming.message
         if request_id and incoming.request_id not in (0, request_id):
             self.abort()
@@ -363,50 +379,42 @@ class Channel:
             return True
 
     def _wait_readable(self, deadline: float) -> bool:
+        if self._reader.holds_bytes and not self._closed:
+            return True
         try:
             return self._connection.wait_readable(deadline)
         except BaseException:
             self.abort()
             raise
 
-    def _read_message(self, deadline: float) -> Incoming:
-        protocol = self._protocol
-        started_at = 0.0
-        with self._frame():
-            while True:
-                piece = bytearray(min(protocol.wanted, _META_PIECE_NBYTES))
-                self._connection.recv_into([memoryview(piece)], deadline)
-                started_at = started_at or time.monotonic()
-                event = protocol.receive(piece)
-                if isinstance(event, MessageReceived):
-                    break
+    def _read_message(self, deadline: float, *, ahead: bool | None = None) -> Incoming:
+        if ahead is None:  # descriptors that were read over are lost
+            ahead = self._protocol.side is Side.SERVER or not self.shares_memory
+        try:
+            event, started_at = self._reader.read_message(deadline, ahead=ahead)
+        except BaseException:
+            self._frame_failed()
+            raise
         self._last_activity = time.monotonic()
-        if isinstance(event.message, Failure):
+        if type(event.message) is Failure:
             self._failure_received = True
         incoming = Incoming(self, event, started_at)
         self._pending = incoming if event.payload_nbytes else None
         return incoming
 
     def read_payload(
-        self, incoming: Incoming, pieces: Iterator[list[memoryview]], deadline: float, *, verify: bool
+        self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float, *, verify: bool
     ) -> None:
         """Fill ``pieces``, which hold the whole payload, then take the trailer."""
-        event = incoming.event
-        trailer = memoryview(bytearray(TRAILER_NBYTES if event.has_trailer else 0))
-        digest = xxhash.xxh3_64()
-        left = event.payload_nbytes
-        with self._only_receiver(), self._frame():
-            for piece in pieces:
-                left -= total_nbytes(piece)
-                tail = [trailer] if left == 0 and event.has_trailer else []
-                self._connection.recv_into([*piece, *tail], deadline)
-                if verify and event.has_trailer:
-                    hash_into(digest, piece)
-            self._protocol.payload_taken()
+        self._begin_receiving()
+        try:
+            self._reader.read_payload(incoming.event, pieces, deadline, verify=verify, address=self.address)
+        except BaseException:
+            self._frame_failed()
+            raise
+        finally:
             self._pending = None
-            found = self._protocol.receive(trailer) if event.has_trailer else None
-            if verify and isinstance(found, TrailerReceived):
-                check_digest(self.address, event, digest.intdigest(), found.digest)
+            self._receive_lock.release()
         self._last_activity = time.monotonic()
 
     def receive_descriptors(self, count: int, deadline: float) -> list[int]:
@@ -415,10 +423,13 @@ class Channel:
         Raises as :meth:`SharedMemoryConnection.recv_descriptors`; the connection is aborted then.
         """
         memory = self._memory()
-        with self._only_receiver():
+        self._begin_receiving()
+        try:
             self._check_no_pending()
             with self._frame():
                 return memory.recv_descriptors(count, deadline)
+        finally:
+            self._receive_lock.release()
 
     def _memory(self) -> SharedMemoryConnection:
         if not isinstance(self._connection, SharedMemoryConnection):
@@ -439,37 +450,25 @@ class Channel:
                 f"{type(self._pending.message).__name__} must be read or discarded first"
             )
 
-    @contextmanager
-    def _next_frame(self) -> Iterator[None]:
-        with self._only_receiver():
-            self._check_no_pending()
-            self._waiting = True
-            try:
-                yield
-            finally:
-                self._waiting = False
-
-    @contextmanager
-    def _only_receiver(self) -> Iterator[None]:
+    def _begin_receiving(self) -> None:
         if not self._receive_lock.acquire(blocking=False):
             raise ProtocolError(f"{self.address}: two threads receive from one channel")
-        try:
-            yield
-        finally:
-            self._receive_lock.release()
 
     # ---- ending ------------------------------------------------------------------------------
 
     @contextmanager
     def _frame(self) -> Iterator[None]:
-        """Abort the connection on any exception: half a frame is on the way or taken."""
         try:
             yield
         except BaseException:
-            if self._peer is not None:  # before that the handshake ends it, with a word to the peer
-                self.abort()
+            self._frame_failed()
             raise
         self._last_activity = time.monotonic()
+
+    def _frame_failed(self) -> None:
+        """Abort the connection after any exception: half a frame is on the way or taken."""
+        if self._peer is not None:  # before that the handshake ends it, with a word to the peer
+            self.abort()
 
     def linger(self, deadline: float) -> None:
         """Read and drop what the peer still sends, until it closes or the deadline; never raises.

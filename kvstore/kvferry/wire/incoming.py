@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvferry.core.buffers import as_bytes_view, total_nbytes
+from kvferry.core.buffers import as_bytes_view
 from kvferry.core.errors import ProtocolError
-from kvferry.wire.payload import pieces_of, scratch_pieces
+from kvferry.wire.payload import PIECE_NBYTES, pieces_of, scratch_pieces
 from kvferry.wire.protocol import MessageReceived
 
 __all__ = ["Incoming", "PayloadSource"]
@@ -26,7 +26,7 @@ class PayloadSource(Protocol):
         ...
 
     def read_payload(
-        self, incoming: Incoming, pieces: Iterator[list[memoryview]], deadline: float, *, verify: bool
+        self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float, *, verify: bool
     ) -> None:
         """Fill ``pieces``, which hold the whole payload, then take the trailer."""
         ...
@@ -71,12 +71,14 @@ class Incoming:
             ConnectionClosedError: If the stream ends first.
         """
         flat = [view for view in map(as_bytes_view, views) if len(view)]
-        if total_nbytes(flat) != self.payload_nbytes or any(view.readonly for view in flat):
+        nbytes = sum(map(len, flat))
+        if nbytes != self.payload_nbytes or True in [view.readonly for view in flat]:
             raise ProtocolError(
                 f"{self._channel.address}: payload of {type(self.message).__name__} has "
-                f"{self.payload_nbytes} bytes, to be received into {total_nbytes(flat)} writable ones"
+                f"{self.payload_nbytes} bytes, to be received into {nbytes} writable ones"
             )
-        self._take(pieces_of(flat), deadline, verify=True)
+        in_pieces = nbytes > PIECE_NBYTES and self.event.has_trailer
+        self._take(pieces_of(flat) if in_pieces else (flat,), deadline, verify=True)
 
     def discard(self, deadline: float) -> None:
         """Receive the payload and drop it; does nothing if there is none or it was taken already.
@@ -87,7 +89,7 @@ class Incoming:
         if self._channel.holds_payload_of(self):
             self._take(scratch_pieces(self.payload_nbytes), deadline, verify=False)
 
-    def _take(self, pieces: Iterator[list[memoryview]], deadline: float, *, verify: bool) -> None:
+    def _take(self, pieces: Iterable[list[memoryview]], deadline: float, *, verify: bool) -> None:
         if not self.payload_nbytes:
             return
         if not self._channel.holds_payload_of(self):

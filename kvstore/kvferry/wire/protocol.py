@@ -11,18 +11,28 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 
 from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.errors import ProtocolError
 from kvferry.wire import messages as m
+from kvferry.wire.agreement import (
+    DEFAULT_LIMITS,
+    MIN_VERSION,
+    SUPPORTED,
+    VERSION,
+    Limits,
+    Versions,
+    negotiate,
+)
 from kvferry.wire.messages import AnyMessage, Message
+from kvferry.wire.printable import magic_hint, printable
 
 __all__ = [
+    "DESCRIPTOR_TYPES",
     "FLAG_TRAILER",
     "HEADER_NBYTES",
     "MAGIC",
@@ -46,9 +56,6 @@ __all__ = [
 ]
 
 MAGIC: Final = b"KVFY"
-VERSION: Final = 1
-MIN_VERSION: Final = 1
-"""The oldest version that this code speaks: N−1 once there is one."""
 
 _HEADER = struct.Struct("<4sHHIQIQ")
 _TRAILER = struct.Struct("<Q")
@@ -92,6 +99,8 @@ _NAMES: Final[Mapping[type[Message], str]] = {cls: str(cls.__struct_config__.tag
 
 PAYLOAD_TYPES: Final[frozenset[type[Message]]] = frozenset({m.PutLayer, m.Prefill})
 """Messages whose frame may have a payload; in any other frame one is refused unread."""
+DESCRIPTOR_TYPES: Final[frozenset[type[Message]]] = frozenset({m.ArenaSegments})
+"""Messages behind whose frame descriptors may come, where the connection can pass them. Servers send them."""
 
 # Over the union, not per class: only so is the tag required and compared.
 _DECODER: Final = msgspec.msgpack.Decoder(AnyMessage)
@@ -140,7 +149,6 @@ TRANSITIONS: Final[Mapping[State, Mapping[tuple[Side, type[Message]], State]]] =
     }
 )
 _HANDSHAKE_ONLY: Final[frozenset[type[Message]]] = frozenset({m.Hello, m.Welcome})
-_HANDSHAKE_STATES: Final = frozenset({State.START, State.OFFERED})
 
 
 def _next_state(state: State, sender: Side, cls: type[Message]) -> State | None:
@@ -152,54 +160,7 @@ def _next_state(state: State, sender: Side, cls: type[Message]) -> State | None:
     return found
 
 
-class Versions(NamedTuple):
-    """A range of protocol versions, both ends included."""
-
-    lowest: int
-    highest: int
-
-    def __str__(self) -> str:
-        return f"{self.lowest}..{self.highest}"
-
-
-SUPPORTED: Final = Versions(MIN_VERSION, VERSION)
-
-
-def negotiate(ours: Versions, theirs: Versions) -> int:
-    """The highest version that both sides speak.
-
-    Raises:
-        ProtocolError: If there is none, with both ranges; or if theirs is no range.
-    """
-    if not 1 <= theirs.lowest <= theirs.highest <= 0xFFFF:
-        raise ProtocolError(f"the peer offers protocol versions {theirs}, which is no range", remote=True)
-    version = min(ours.highest, theirs.highest)
-    if version < max(ours.lowest, theirs.lowest):
-        older = "the peer" if theirs.highest < ours.lowest else "this side"
-        raise ProtocolError(
-            f"no common protocol version: this side speaks {ours}, the peer {theirs}; update {older}",
-            remote=True,
-        )
-    return version
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Lengths above which a frame is refused before anything is allocated for it.
-
-    Attributes:
-        max_meta_nbytes: Of the encoded message.
-        max_payload_nbytes: Of the payload.
-        max_handshake_nbytes: Of a hello, a welcome, or a refusal, as long as no peer is known.
-    """
-
-    max_meta_nbytes: int = 4 << 20
-    max_payload_nbytes: int = 4 << 30
-    max_handshake_nbytes: int = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
+class MessageReceived(NamedTuple):
     """A message came. If ``payload_nbytes`` > 0 its payload comes next and is the owner's to receive."""
 
     message: Message
@@ -208,8 +169,7 @@ class MessageReceived:
     has_trailer: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TrailerReceived:
+class TrailerReceived(NamedTuple):
     """The checksum of the payload that was just taken, as the sender computed it."""
 
     digest: int
@@ -235,6 +195,11 @@ class _Phase(enum.Enum):
     FAILED = enum.auto()
 
 
+# Python 3.11 takes ten times as long to find a member by way of its class.
+_OPEN, _START, _OFFERED = State.OPEN, State.START, State.OFFERED
+_AT_HEADER, _AT_META, _AT_PAYLOAD, _AT_TRAILER = _Phase.HEADER, _Phase.META, _Phase.PAYLOAD, _Phase.TRAILER
+
+
 class WireProtocol:
     """One end of one connection.
 
@@ -252,7 +217,7 @@ class WireProtocol:
     def __init__(
         self,
         side: Side,
-        limits: Limits = Limits(),
+        limits: Limits = DEFAULT_LIMITS,
         *,
         versions: Versions = SUPPORTED,
         checksum: bool = True,
@@ -261,15 +226,22 @@ class WireProtocol:
         self.side = side
         self.limits = limits
         self.versions = versions
-        self.state = State.START
+        self.state = _START
         self.version = 0
         """The agreed version; 0 until it is known."""
         self.checksum = checksum
         """Whether payloads have a trailer: what this end wants, then what was agreed."""
         self._peer = peer
-        self._phase = _Phase.HEADER
+        self._phase = _AT_HEADER
         self._have = bytearray()
         self._header: _Header | None = None
+        self._has_trailer = False
+        self.head_nbytes = HEADER_NBYTES
+        """Bytes of header and meta of the last message received: those of the next are often as many."""
+
+    @property
+    def _shaking_hands(self) -> bool:
+        return self.state is _START or self.state is _OFFERED
 
     # ---- sending -----------------------------------------------------------------------------
 
@@ -284,17 +256,18 @@ class WireProtocol:
         number = TYPE_NUMBERS.get(cls)
         if number is None:
             raise ProtocolError(f"{cls.__name__} has no type number, it is no message of this protocol")
-        name = _NAMES[cls]
-        after = _next_state(self.state, self.side, cls)
+        after: State | None = self.state
+        if after is not _OPEN or cls in _HANDSHAKE_ONLY:  # else the table says: as before
+            after = _next_state(self.state, self.side, cls)
         if after is None:
-            raise ProtocolError(f"{self.side.value} may not send {name} in state {self.state.value!r}")
+            raise ProtocolError(f"{self.side.value} may not send {_NAMES[cls]} in state {self.state.value!r}")
         try:
             meta = _ENCODER.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise ProtocolError(f"{name} cannot be encoded: {error}") from error
+            raise ProtocolError(f"{_NAMES[cls]} cannot be encoded: {error}") from error
         self._check_lengths(cls, len(meta), payload_nbytes, remote=False)
-        if isinstance(message, m.Welcome):
-            self._agree_as_server(message)
+        if cls is m.Welcome:
+            self._agree_as_server(cast("m.Welcome", message))
         flags = FLAG_TRAILER if payload_nbytes and self.checksum else 0
         header = _HEADER.pack(
             MAGIC,
@@ -324,21 +297,21 @@ class WireProtocol:
     @property
     def wanted(self) -> int:
         """How many bytes to receive next; 0 while a payload is due or after an error."""
-        if self._phase is _Phase.HEADER:
+        if self._phase is _AT_HEADER:
             # Whoever speaks another protocol is recognised by four bytes: its first line may be short.
-            goal = 4 if self.state in _HANDSHAKE_STATES and len(self._have) < 4 else HEADER_NBYTES
+            goal = 4 if self._shaking_hands and len(self._have) < 4 else HEADER_NBYTES
             return goal - len(self._have)
-        if self._phase is _Phase.META:
+        if self._phase is _AT_META:
             assert self._header is not None
             return self._header.meta_nbytes - len(self._have)
-        if self._phase is _Phase.TRAILER:
+        if self._phase is _AT_TRAILER:
             return TRAILER_NBYTES - len(self._have)
         return 0
 
     @property
     def in_frame(self) -> bool:
         """Whether a frame has begun to arrive and is not over."""
-        return self._phase is not _Phase.HEADER or bool(self._have)
+        return self._phase is not _AT_HEADER or bool(self._have)
 
     def receive(self, data: Buf) -> Event | None:
         """Take the next bytes of the stream.
@@ -364,35 +337,89 @@ class WireProtocol:
             self._have.clear()
             raise
 
+    def receive_ahead(self, data: memoryview) -> tuple[Event | None, int]:
+        """As :meth:`receive`, from bytes that may go on behind what is wanted.
+
+        Returns:
+            What they completed, if anything, and how many bytes were taken: all, if nothing was completed.
+        """
+        if self.state is _OPEN and self._phase is _AT_HEADER and not self._have:
+            message = self._receive_whole(data)
+            if message is not None:
+                return message, self.head_nbytes
+        taken, event = 0, None
+        while event is None and (n := min(self.wanted, len(data) - taken)):
+            event = self.receive(data[taken : taken + n])
+            taken += n
+        return event, taken
+
+    def _receive_whole(self, data: memoryview) -> MessageReceived | None:
+        """The message at the start of ``data`` if it is whole and good; else the long way tells why."""
+        if len(data) < HEADER_NBYTES:
+            return None
+        magic, version, number, flags, request_id, meta_nbytes, payload_nbytes = _HEADER.unpack_from(data)
+        cls = _TYPES.get(number)
+        has_trailer = payload_nbytes > 0 and self.checksum
+        end = HEADER_NBYTES + meta_nbytes
+        if (
+            magic != MAGIC
+            or version != self.version
+            or flags != has_trailer * FLAG_TRAILER
+            or not HEADER_NBYTES < end <= len(data)
+            or meta_nbytes > self.limits.max_meta_nbytes
+            or cls in _HANDSHAKE_ONLY
+            or (
+                payload_nbytes
+                and not (cls in PAYLOAD_TYPES and payload_nbytes <= self.limits.max_payload_nbytes)
+            )
+        ):
+            return None
+        try:
+            message = _DECODER.decode(data[HEADER_NBYTES:end])
+        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
+            return None
+        if type(message) is not cls:
+            return None
+        self._has_trailer = has_trailer
+        if payload_nbytes:
+            self._phase = _AT_PAYLOAD
+        self.head_nbytes = end
+        return MessageReceived(message, request_id, payload_nbytes, has_trailer)
+
     def payload_taken(self) -> None:
         """Tell that the payload was received; its trailer or the next frame is wanted now."""
-        if self._phase is not _Phase.PAYLOAD or self._header is None:
+        if self._phase is not _AT_PAYLOAD:
             raise ProtocolError("no payload is due")
-        self._phase = _Phase.TRAILER if self._header.has_trailer else _Phase.HEADER
+        self._phase = _AT_TRAILER if self._has_trailer else _AT_HEADER
 
     def _advance(self) -> Event | None:
         have = self._have
-        if self._phase is _Phase.HEADER:
+        if self._phase is _AT_HEADER:
             if len(have) >= 4 and have[:4] != MAGIC:
-                raise self._refuse(f"does not speak kvferry: {_magic_hint(bytes(have[:4]))}")
+                raise self._refuse(f"does not speak kvferry: {magic_hint(bytes(have[:4]))}")
             if len(have) == HEADER_NBYTES:
-                self._header = self._parse_header(bytes(have))
+                self._header = self._parse_header(have)
                 have.clear()
-                self._phase = _Phase.META
+                self._phase = _AT_META
             return None
-        if self._phase is _Phase.META and self._header is not None:
-            return self._parse_meta(self._header) if len(have) == self._header.meta_nbytes else None
-        if self._phase is _Phase.TRAILER and len(have) == TRAILER_NBYTES:
+        if self._phase is _AT_META and self._header is not None:
+            if len(have) < self._header.meta_nbytes:
+                return None
+            self._have = bytearray()
+            return self._parse_meta(self._header, have)
+        if self._phase is _AT_TRAILER and len(have) == TRAILER_NBYTES:
             (digest,) = _TRAILER.unpack(have)
             have.clear()
-            self._phase = _Phase.HEADER
+            self._phase = _AT_HEADER
             return TrailerReceived(digest)
         return None
 
-    def _parse_header(self, data: bytes) -> _Header:
-        _, version, number, flags, request_id, meta_nbytes, payload_nbytes = _HEADER.unpack(data)
+    def _parse_header(self, data: memoryview | bytearray) -> _Header:
+        magic, version, number, flags, request_id, meta_nbytes, payload_nbytes = _HEADER.unpack_from(data)
+        if magic != MAGIC:
+            raise self._refuse(f"does not speak kvferry: {magic_hint(magic)}")
         cls = _TYPES.get(number)
-        handshake = self.state in _HANDSHAKE_STATES
+        handshake = self._shaking_hands
         if not handshake and version != self.version:
             raise self._refuse(f"sent a frame of version {version}, agreed was {self.version}")
         if cls is None:
@@ -401,7 +428,7 @@ class WireProtocol:
         if after is None:
             raise self._refuse(f"sent {_NAMES[cls]!r} in state {self.state.value!r}")
         has_trailer = payload_nbytes > 0 and self.checksum
-        if flags != (FLAG_TRAILER if has_trailer else 0):
+        if flags != has_trailer * FLAG_TRAILER:
             raise self._refuse(
                 f"sent {_NAMES[cls]!r} with flags {flags:#x} and {payload_nbytes} payload bytes"
             )
@@ -410,17 +437,18 @@ class WireProtocol:
         self._check_lengths(cls, meta_nbytes, payload_nbytes, remote=True)
         return _Header(cls, request_id, meta_nbytes, payload_nbytes, has_trailer, after)
 
-    def _parse_meta(self, header: _Header) -> MessageReceived:
+    def _parse_meta(self, header: _Header, meta: memoryview | bytearray) -> MessageReceived:
         name = _NAMES[header.cls]
         try:
-            message = _DECODER.decode(self._have)
+            message = _DECODER.decode(meta)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise self._refuse(f"sent a malformed {name!r}: {printable(str(error))}") from error
-        self._have.clear()
         if type(message) is not header.cls:
             raise self._refuse(f"sent a frame of type {name!r} that holds {_NAMES[type(message)]!r}")
         self.state = header.next_state
-        self._phase = _Phase.PAYLOAD if header.payload_nbytes else _Phase.HEADER
+        self._phase = _AT_PAYLOAD if header.payload_nbytes else _AT_HEADER
+        self._has_trailer = header.has_trailer
+        self.head_nbytes = HEADER_NBYTES + header.meta_nbytes
         if isinstance(message, m.Hello):
             self._agree_on_hello(message)
         elif isinstance(message, m.Welcome):
@@ -443,8 +471,11 @@ class WireProtocol:
         self, cls: type[Message], meta_nbytes: int, payload_nbytes: int, *, remote: bool
     ) -> None:
         limits = self.limits
-        handshake = self.state in _HANDSHAKE_STATES
-        most = limits.max_handshake_nbytes if handshake else limits.max_meta_nbytes
+        most = limits.max_handshake_nbytes if self._shaking_hands else limits.max_meta_nbytes
+        if meta_nbytes <= most and (
+            not payload_nbytes or (payload_nbytes <= limits.max_payload_nbytes and cls in PAYLOAD_TYPES)
+        ):
+            return
         who = f"{self._peer} sent" if remote else "this side would send"
         if meta_nbytes > most:
             raise ProtocolError(
@@ -463,25 +494,3 @@ class WireProtocol:
 
     def _refuse(self, what: str) -> ProtocolError:
         return ProtocolError(f"{self._peer} {what}", remote=True)
-
-
-_HINTS: Final = (
-    ((b"GET ", b"POST", b"PUT ", b"HEAD", b"HTTP", b"OPTI", b"DELE", b"PATC", b"CONN", b"PRI "), "HTTP"),
-    ((b"\x16\x03", b"\x15\x03"), "TLS; use tls:// on both sides or on neither"),
-    ((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "a Python pickle, which is never read"),
-    ((b"SSH-",), "SSH"),
-    ((MAGIC[::-1],), "the magic in the wrong byte order"),
-)
-
-
-def _magic_hint(first: bytes) -> str:
-    for prefixes, what in _HINTS:
-        if first.startswith(prefixes):
-            return f"its first bytes {first!r} look like {what}"
-    return f"its first bytes are {first!r}, a frame starts with {MAGIC!r}"
-
-
-def printable(text: str, limit: int = 500) -> str:
-    """A peer's ``text``, safe for a log line: one line, no control characters, at most ``limit`` long."""
-    cut = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import math
-import os
 import select
 import socket
 import struct
 import sys
 import termios
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
@@ -30,6 +28,7 @@ from kvferry.core.errors import (
     TransferTimeoutError,
     TransportError,
 )
+from kvferry.transports.guard import GuardedSocket
 from kvferry.transports.streams import StreamConnection, advance
 
 __all__ = ["Ancillary", "GuardedSocket", "SocketConnection", "flush_all", "poll_timeout_ms"]
@@ -38,7 +37,11 @@ _MAX_PARTS: Final = 1024  # IOV_MAX
 _MAX_WAIT_S: Final = 3600.0
 _EXACT_S: Final = 0.02
 _FLUSH_S: Final = 0.25
+# As plain numbers: to join flags of the enumeration takes longer than a short call.
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
+_MORE: Final = int(socket.MSG_MORE)
+_NOW: Final = int(socket.MSG_DONTWAIT)
+_ALL: Final = int(socket.MSG_WAITALL)
 _DRAIN_NBYTES: Final = 1 << 16
 _DRAIN_CALLS: Final = 64
 _SIOCOUTQNSD: Final = 0x894B  # bytes of the send queue that were not sent yet
@@ -52,89 +55,6 @@ _GONE: Final = frozenset(
 def poll_timeout_ms(deadline: float) -> float:
     """Milliseconds until ``deadline`` for ``poll``: not negative, and finite."""
     return min(max(0.0, deadline - time.monotonic()), _MAX_WAIT_S) * 1000
-
-
-class GuardedSocket:
-    """A socket whose descriptor is closed only when no thread is inside a call on it.
-
-    Otherwise a thread that blocks in a system call could find itself on a descriptor that the kernel has
-    given to another file meanwhile.
-
-    A forked child has a copy of the descriptor, and with it the parent's stream: there every call fails,
-    and the end closes the copy and leaves the stream alone.
-    """
-
-    __slots__ = ("_lock", "_pid", "_users", "closing", "sock")
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock: Final = sock
-        self.closing: Final = threading.Event()
-        self._lock = threading.Lock()
-        self._users = 0
-        self._pid = os.getpid()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the end has begun; calls still inside come back soon."""
-        return self.closing.is_set()
-
-    def enter(self, name: str) -> None:
-        """A call on the socket starts; each needs its :meth:`leave`.
-
-        Raises:
-            ConnectionClosedError: If it was closed here, or belongs to the parent of this process;
-                ``name`` says what.
-        """
-        if self._inherited():
-            raise ConnectionClosedError(
-                f"{name} was made by process {self._pid}, which forked this one; make a new one here"
-            )
-        with self._lock:
-            if self.closing.is_set():
-                raise ConnectionClosedError(f"{name} is closed")
-            self._users += 1
-
-    def leave(self) -> None:
-        """A call ends; the last one out closes the descriptor once that was asked for."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self.closing.is_set():
-                self.sock.close()
-
-    def _inherited(self) -> bool:
-        """Whether this is a forked child's copy; it is closed then. The lock may be held for ever there."""
-        if os.getpid() == self._pid:
-            return False
-        self.sock.close()
-        return True
-
-    def begin_close(self) -> bool:
-        """Mark as closed and enter; ``False`` (not entered) if it was closed before, or is inherited."""
-        if self._inherited():
-            return False
-        with self._lock:
-            if self.closing.is_set():
-                return False
-            self.closing.set()
-            self._users += 1
-            return True
-
-    def reenter(self) -> bool:
-        """Enter even if it is being closed; ``False`` if the descriptor is gone, or inherited."""
-        if self._inherited():
-            return False
-        with self._lock:
-            if self.sock.fileno() < 0:
-                return False
-            self.closing.set()
-            self._users += 1
-            return True
-
-    @property
-    def others(self) -> bool:
-        """Whether another thread is inside; for a caller that is inside itself."""
-        with self._lock:
-            return self._users > 1
 
 
 class SocketConnection(StreamConnection):
@@ -156,7 +76,7 @@ class SocketConnection(StreamConnection):
         sock.settimeout(None)
         self._guard = GuardedSocket(sock)
         self._crossing = False
-        self._limits = {socket.SO_SNDTIMEO: math.inf, socket.SO_RCVTIMEO: math.inf}
+        self._send_limit = self._recv_limit = math.inf  # what the kernel was told
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -173,15 +93,27 @@ class SocketConnection(StreamConnection):
 
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`; paced if the connection has a rate."""
-        plain, nbytes = _plain(parts) if self._pacer is None else ((), 0)
-        if not nbytes:
+        plain: list[bytes | memoryview] = []
+        nbytes = 0
+        for part in parts:
+            if type(part) is bytes:
+                nbytes += len(part)
+            elif type(part) is memoryview and part.c_contiguous:
+                nbytes += part.nbytes
+            else:
+                nbytes = 0
+                break
+            plain.append(part)
+        if not nbytes > 0 or len(plain) > _MAX_PARTS or self._pacer is not None:
             super().send(parts, deadline)
             return
         # the short way: one system call, which takes what it gets as it is
         guard = self._guard
         guard.enter(self._name)
         try:
-            self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+            limit, left = self._send_limit, deadline - time.monotonic()
+            if not (limit <= left <= limit + limit) or guard.closed:
+                self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
             try:
                 sent = guard.sock.sendmsg(plain, (), _NO_SIGNAL)
             except BlockingIOError:
@@ -189,7 +121,7 @@ class SocketConnection(StreamConnection):
             except OSError as error:
                 raise self._failed(error, "sending") from error
             if sent < nbytes:
-                views = [view for part in parts if len(view := as_bytes_view(part))]
+                views = [view for part in plain if len(view := as_bytes_view(part))]
                 del views[: advance(views, 0, sent)]
                 self._send_all(views, deadline, waits=True)
         finally:
@@ -213,7 +145,7 @@ class SocketConnection(StreamConnection):
         while first < len(views):
             batch = views[first : first + _MAX_PARTS]
             # the kernel may join the batches of one call into full segments
-            more = socket.MSG_MORE if first + _MAX_PARTS < len(views) else 0
+            more = _MORE if first + _MAX_PARTS < len(views) else 0
             sent = self._send_some(batch, more, deadline, waits=waits)
             waits = waits or sent < total_nbytes(batch)
             first = advance(views, first, sent)
@@ -223,11 +155,11 @@ class SocketConnection(StreamConnection):
         self, batch: list[memoryview], more: int, deadline: float, *, waits: bool, ancillary: Ancillary = ()
     ) -> int:
         """Bytes sent; 0 if the buffer of the socket is full."""
-        flags = socket.MSG_NOSIGNAL | more
+        flags = _NO_SIGNAL | more
         if waits:
             self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
         else:
-            flags |= socket.MSG_DONTWAIT
+            flags |= _NOW
             if time.monotonic() >= deadline:
                 raise self._timed_out("sending")
         try:
@@ -241,15 +173,26 @@ class SocketConnection(StreamConnection):
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`."""
-        self._guard.enter(self._name)
+        guard = self._guard
+        guard.enter(self._name)
         try:
             left = [view for view in views if len(view)]
-            wanted = total_nbytes(left)
-            got = self._receive(left, wanted, deadline)
+            wanted = sum(map(len, left))
+            if 0 < len(left) <= _MAX_PARTS:
+                n = self._recv_some(left, deadline, "receiving", waits=True)
+                if n == wanted and not guard.closed:
+                    return
+                if n == 0 or guard.closed:
+                    raise self._ended(0, wanted)
+                n = max(n, 0)
+                del left[: advance(left, 0, n)]
+            else:
+                n = 0
+            got = n + self._receive(left, wanted - n, deadline, before=n, total=wanted)
             if got < wanted:
                 raise self._timed_out(f"receiving, {got} of {wanted} bytes had come")
         finally:
-            self._guard.leave()
+            guard.leave()
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """See :meth:`Connection.recv_at_least`."""
@@ -259,7 +202,7 @@ class SocketConnection(StreamConnection):
             while got < minimum:
                 piece = view[got:] if got else view
                 n = self._recv_some([piece], deadline, "receiving", waits=True, all_of_it=False)
-                if n == 0 or guard.closing.is_set():
+                if n == 0 or guard.closed:
                     raise self._ended(got, minimum)
                 got += max(n, 0)
             return got
@@ -301,10 +244,12 @@ class SocketConnection(StreamConnection):
         all_of_it: bool = True,
     ) -> int:
         """Bytes received; 0 at the end of the stream, -1 if none are there yet."""
-        flags = socket.MSG_DONTWAIT
+        flags = _NOW
         if waits:
-            self._limit_wait(socket.SO_RCVTIMEO, deadline, doing)
-            flags = socket.MSG_WAITALL if all_of_it else socket.MsgFlag(0)
+            limit, left = self._recv_limit, deadline - time.monotonic()
+            if not (limit <= left <= limit + limit) or self._guard.closed:
+                self._limit_wait(socket.SO_RCVTIMEO, deadline, doing)
+            flags = _ALL if all_of_it else 0
         elif time.monotonic() >= deadline:
             raise self._timed_out(doing)
         try:
@@ -449,14 +394,18 @@ class SocketConnection(StreamConnection):
             raise self._timed_out(doing)
         if self._guard.closed:
             raise ConnectionClosedError(f"{self._name} was closed here while {doing}")
-        if min(1.0, left / 2) <= self._limits[option] <= left:
+        sending = option == socket.SO_SNDTIMEO
+        if min(1.0, left / 2) <= (self._send_limit if sending else self._recv_limit) <= left:
             return
         limit = left if left < _EXACT_S else min(left, _MAX_WAIT_S) * 0.9
         fraction, whole = math.modf(limit)
         # zero would mean without a limit
         value = struct.pack("@ll", int(whole), max(1, int(fraction * 1e6)))
         self._guard.sock.setsockopt(socket.SOL_SOCKET, option, value)
-        self._limits[option] = limit
+        if sending:
+            self._send_limit = limit
+        else:
+            self._recv_limit = limit
 
     def _failed(self, error: OSError, doing: str) -> KVFerryError:
         if self._guard.closed:
@@ -477,18 +426,3 @@ def flush_all(connections: Iterable[SocketConnection]) -> None:
             return
         time.sleep(pause)
         pause = min(pause * 2, 0.01)
-
-
-def _plain(parts: Sequence[Buf]) -> tuple[list[bytes | memoryview], int]:
-    """``parts`` and their bytes, if the system can take them as they are in one call; else 0 bytes."""
-    plain: list[bytes | memoryview] = []
-    nbytes = 0
-    for part in parts:
-        if type(part) is bytes:
-            nbytes += len(part)
-        elif type(part) is memoryview and part.c_contiguous:
-            nbytes += part.nbytes
-        else:
-            return [], 0
-        plain.append(part)
-    return (plain, nbytes) if len(plain) <= _MAX_PARTS else ([], 0)

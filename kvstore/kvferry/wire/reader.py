@@ -1,0 +1,123 @@
+"""The receiving half of a channel: bytes of a connection to messages, and payloads to their places."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import xxhash
+
+from kvferry.transports.base import Connection
+from kvferry.wire.payload import check_digest
+from kvferry.wire.protocol import (
+    HEADER_NBYTES,
+    TRAILER_NBYTES,
+    MessageReceived,
+    TrailerReceived,
+    WireProtocol,
+)
+
+__all__ = ["FrameReader"]
+
+_META_PIECE_NBYTES = 64 << 10
+_AHEAD_NBYTES = 4096
+
+
+class FrameReader:
+    """Reads frames from ``connection``; one thread at a time.
+
+    Header and meta are received with one call where they come together: as many bytes as the last message had
+    are taken if they are there. Payload is not read ahead but for what of it lies within that length, and is
+    copied from there to its place.
+    """
+
+    __slots__ = ("_ahead", "_connection", "_first", "_last", "_protocol")
+
+    def __init__(self, connection: Connection, protocol: WireProtocol) -> None:
+        self._connection = connection
+        self._protocol = protocol
+        # Received ahead of its use: bytes [first, last) of the buffer.
+        self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
+        self._first = self._last = 0
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether bytes were received that no frame has taken yet."""
+        return self._first < self._last
+
+    def read_message(self, deadline: float, *, ahead: bool = True) -> tuple[MessageReceived, float]:
+        """The next message, and when it began to arrive.
+
+        Args:
+            deadline: By which it is complete.
+            ahead: ``False``: do not receive a byte behind the message.
+        """
+        event, started_at = None, 0.0
+        if self._first < self._last:
+            event, started_at = self._take(), time.monotonic()
+        while event is None:
+            self._receive(deadline, ahead=ahead)
+            started_at = started_at or time.monotonic()
+            event = self._take()
+        return event, started_at
+
+    def _take(self) -> MessageReceived | None:
+        event, taken = self._protocol.receive_ahead(self._ahead[self._first : self._last])
+        self._first += taken
+        return event if type(event) is MessageReceived else None
+
+    def _receive(self, deadline: float, *, ahead: bool) -> None:
+        most = wanted = self._protocol.wanted
+        if wanted == HEADER_NBYTES:
+            if ahead and self._protocol.head_nbytes <= _AHEAD_NBYTES:
+                most = self._protocol.head_nbytes
+        elif wanted > _AHEAD_NBYTES:
+            most = wanted = min(wanted, _META_PIECE_NBYTES)
+            if wanted > len(self._ahead):
+                self._ahead = memoryview(bytearray(_META_PIECE_NBYTES))
+        self._first = self._last = 0
+        self._last = self._connection.recv_at_least(self._ahead[:most], wanted, deadline)
+
+    def read_payload(
+        self,
+        event: MessageReceived,
+        pieces: Iterable[list[memoryview]],
+        deadline: float,
+        *,
+        verify: bool,
+        address: str,
+    ) -> None:
+        """Fill ``pieces``, which hold the whole payload of ``event``, then take the trailer.
+
+        Raises:
+            CorruptBlockError: If it does not match, and was to be verified.
+        """
+        if not event.has_trailer:
+            for piece in pieces:
+                views = self._fill(piece) if self._first < self._last else piece
+                self._connection.recv_into(views, deadline)
+            self._protocol.payload_taken()
+            return
+        trailer, digest = memoryview(bytearray(TRAILER_NBYTES)), xxhash.xxh3_64()
+        left = event.payload_nbytes
+        for piece in pieces:
+            left -= sum(map(len, piece))
+            views = piece if left else [*piece, trailer]
+            self._connection.recv_into(self._fill(views) if self._first < self._last else views, deadline)
+            if verify:
+                for view in piece:
+                    digest.update(view)
+        self._protocol.payload_taken()
+        found = self._protocol.receive(trailer)
+        if verify and type(found) is TrailerReceived:
+            check_digest(address, event, digest.intdigest(), found.digest)
+
+    def _fill(self, views: list[memoryview]) -> list[memoryview]:
+        """Fill the first of ``views`` with what was received ahead; what is left to be filled."""
+        for number, view in enumerate(views):
+            n = min(len(view), self._last - self._first)
+            view[:n] = self._ahead[self._first : self._first + n]
+            self._first += n
+            if n < len(view):
+                return [view[n:], *views[number + 1 :]]
+        return []
