@@ -51,6 +51,8 @@ class Channel:
         self._connection = connection
         self._protocol = protocol
         self._reader = FrameReader(connection, protocol)
+        # Descriptors that were read over would be lost; only servers send them.
+        self._reads_ahead = protocol.side is Side.SERVER or not self.shares_memory
         self._options = options
         self._send_lock = threading.Lock()
         self._receive_lock = threading.Lock()
@@ -302,9 +304,9 @@ class Channel:
             ProtocolError: If the peer broke the protocol (the connection is aborted), or if the payload
                 of the last frame is still unread (nothing is changed).
         """
-        return self._receive(deadline)
+        return self._receive(deadline, ahead=self._reads_ahead)
 
-    def _receive(self, deadline: float, *, ahead: bool | None = None) -> Incoming:
+    def _receive(self, deadline: float, *, ahead: bool) -> Incoming:
         self._begin_receiving()
         try:
             self._check_no_pending()
@@ -326,7 +328,8 @@ class Channel:
             self._waiting = True
             if not self._wait_readable(deadline):
                 return None
-            return self._read_message(max(deadline, deadline_in(self._options.frame_timeout_s)))
+            limit = max(deadline, deadline_in(self._options.frame_timeout_s))
+            return self._read_message(limit, ahead=self._reads_ahead)
         finally:
             self._waiting = False
             self._receive_lock.release()
@@ -338,7 +341,7 @@ class Channel:
             KVFerryError: Of the kind that the peer's ``Failure`` names, with the peer's address.
             ProtocolError: If it is another message, or answers another request; connection aborted.
         """
-        incoming = self._receive(deadline, ahead=reply_type not in DESCRIPTOR_TYPES)
+        incoming = self._receive(deadline, ahead=self._reads_ahead or reply_type not in DESCRIPTOR_TYPES)
         message = incoming.message
         if request_id and incoming.request_id not in (0, request_id):
             self.abort()
@@ -387,9 +390,7 @@ class Channel:
             self.abort()
             raise
 
-    def _read_message(self, deadline: float, *, ahead: bool | None = None) -> Incoming:
-        if ahead is None:  # descriptors that were read over are lost
-            ahead = self._protocol.side is Side.SERVER or not self.shares_memory
+    def _read_message(self, deadline: float, *, ahead: bool = False) -> Incoming:
         try:
             event, started_at = self._reader.read_message(deadline, ahead=ahead)
         except BaseException:
@@ -408,7 +409,7 @@ class Channel:
         """Fill ``pieces``, which hold the whole payload, then take the trailer."""
         self._begin_receiving()
         try:
-            self._reader.read_payload(incoming.event, pieces, deadline, verify=verify, address=self.address)
+            self._reader.read_payload(incoming.event, pieces, deadline, verify=verify)
         except BaseException:
             self._frame_failed()
             raise

@@ -269,15 +269,8 @@ class WireProtocol:
         if cls is m.Welcome:
             self._agree_as_server(cast("m.Welcome", message))
         flags = FLAG_TRAILER if payload_nbytes and self.checksum else 0
-        header = _HEADER.pack(
-            MAGIC,
-            self.version or self.versions.lowest,
-            number,
-            flags,
-            request_id,
-            len(meta),
-            payload_nbytes,
-        )
+        version = self.version or self.versions.lowest
+        header = _HEADER.pack(MAGIC, version, number, flags, request_id, len(meta), payload_nbytes)
         self.state = after
         return [header, meta]
 
@@ -343,8 +336,8 @@ class WireProtocol:
         Returns:
             What they completed, if anything, and how many bytes were taken: all, if nothing was completed.
         """
-        if self.state is _OPEN and self._phase is _AT_HEADER and not self._have:
-            message = self._receive_whole(data)
+        if self.between_frames:
+            message = self.receive_whole(data)
             if message is not None:
                 return message, self.head_nbytes
         taken, event = 0, None
@@ -353,8 +346,16 @@ class WireProtocol:
             taken += n
         return event, taken
 
-    def _receive_whole(self, data: memoryview) -> MessageReceived | None:
-        """The message at the start of ``data`` if it is whole and good; else the long way tells why."""
+    @property
+    def between_frames(self) -> bool:
+        """Whether a frame may begin, on an open connection."""
+        return self._phase is _AT_HEADER and self.state is _OPEN and not self._have
+
+    def receive_whole(self, data: memoryview) -> MessageReceived | None:
+        """The message at the start of ``data``, its :attr:`head_nbytes` first bytes; only between frames.
+
+        ``None`` if it is not whole, or not good: :meth:`receive_ahead` tells why.
+        """
         if len(data) < HEADER_NBYTES:
             return None
         magic, version, number, flags, request_id, meta_nbytes, payload_nbytes = _HEADER.unpack_from(data)

@@ -52,9 +52,17 @@ class FrameReader:
             deadline: By which it is complete.
             ahead: ``False``: do not receive a byte behind the message.
         """
-        event, started_at = None, 0.0
+        event, started_at, protocol = None, 0.0, self._protocol
         if self._first < self._last:
             event, started_at = self._take(), time.monotonic()
+        elif ahead and protocol.between_frames and protocol.head_nbytes <= _AHEAD_NBYTES:
+            # the short way: one call brings the whole message
+            place = self._ahead[: protocol.head_nbytes]
+            n = self._connection.recv_at_least(place, HEADER_NBYTES, deadline)
+            started_at = time.monotonic()
+            event = protocol.receive_whole(place if n == len(place) else place[:n])
+            self._first, self._last = protocol.head_nbytes if event is not None else 0, n
+            event = event or self._take()
         while event is None:
             self._receive(deadline, ahead=ahead)
             started_at = started_at or time.monotonic()
@@ -85,7 +93,6 @@ class FrameReader:
         deadline: float,
         *,
         verify: bool,
-        address: str,
     ) -> None:
         """Fill ``pieces``, which hold the whole payload of ``event``, then take the trailer.
 
@@ -110,7 +117,7 @@ class FrameReader:
         self._protocol.payload_taken()
         found = self._protocol.receive(trailer)
         if verify and type(found) is TrailerReceived:
-            check_digest(address, event, digest.intdigest(), found.digest)
+            check_digest(self._connection.peer_address, event, digest.intdigest(), found.digest)
 
     def _fill(self, views: list[memoryview]) -> list[memoryview]:
         """Fill the first of ``views`` with what was received ahead; what is left to be filled."""

@@ -34,13 +34,14 @@ class GuardedSocket:
     and the end closes the copy and leaves the stream alone.
     """
 
-    __slots__ = ("_fork", "_lock", "_pid", "_users", "closed", "closing", "sock")
+    __slots__ = ("_fork", "_inside", "_lock", "_pid", "closed", "closing", "sock")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock: Final = sock
         self.closing: Final = threading.Event()
         self._lock = threading.Lock()
-        self._users = 0
+        # One entry a call inside: a list grows and shrinks in one step, without the cost of a lock.
+        self._inside: list[None] = []
         self._pid = os.getpid()
         self._fork = _forks
         self.closed = False
@@ -57,17 +58,16 @@ class GuardedSocket:
             raise ConnectionClosedError(
                 f"{name} was made by process {self._pid}, which forked this one; make a new one here"
             )
-        with self._lock:
-            if self.closed:
-                raise ConnectionClosedError(f"{name} is closed")
-            self._users += 1
+        self._inside.append(None)
+        if self.closed:
+            self.leave()
+            raise ConnectionClosedError(f"{name} is closed")
 
     def leave(self) -> None:
         """A call ends; the last one out closes the descriptor once that was asked for."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self.closed:
-                self.sock.close()
+        self._inside.pop()
+        if self.closed and not self._inside:
+            self.sock.close()
 
     def _inherited(self) -> bool:
         """Whether this is a forked child's copy; it is closed then. The lock may be held for ever there."""
@@ -83,9 +83,7 @@ class GuardedSocket:
         with self._lock:
             if self.closed:
                 return False
-            self.closed = True
-            self.closing.set()
-            self._users += 1
+            self._close()
             return True
 
     def reenter(self) -> bool:
@@ -95,13 +93,15 @@ class GuardedSocket:
         with self._lock:
             if self.sock.fileno() < 0:
                 return False
-            self.closed = True
-            self.closing.set()
-            self._users += 1
+            self._close()
             return True
+
+    def _close(self) -> None:
+        self._inside.append(None)
+        self.closed = True
+        self.closing.set()
 
     @property
     def others(self) -> bool:
         """Whether another thread is inside; for a caller that is inside itself."""
-        with self._lock:
-            return self._users > 1
+        return len(self._inside) > 1
