@@ -341,7 +341,9 @@ class Channel:
             KVFerryError: Of the kind that the peer's ``Failure`` names, with the peer's address.
             ProtocolError: If it is another message, or answers another request; connection aborted.
         """
-        incoming = self._receive(deadline, ahead=self._reads_ahead or reply_type not in DESCRIPTOR_TYPES)
+        incoming = self._receive(
+            deadline, ahead=self._reads_ahead or DESCRIPTOR_TYPES.isdisjoint([reply_type])
+        )
         message = incoming.message
         if request_id and incoming.request_id not in (0, request_id):
             self.abort()
