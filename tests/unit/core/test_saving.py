@@ -174,9 +174,10 @@ def test_the_end_of_the_session_frees_slots_only_after_the_copy(
     assert save_blocks(others, chain(ns, 3, 4)) == 4
 
 
-def test_close_during_the_copy(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks", [1, 4], ids=["after the last block", "between blocks"])
+def test_close_during_the_copy(store: MemoryStore, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     ns = store.namespace(SPEC)
-    save = PausedSave(ns, chain(ns, 1, 4), monkeypatch)
+    save = PausedSave(ns, chain(ns, 1, blocks), monkeypatch)
     store.close()
     save.end()
     assert save.error is not None
