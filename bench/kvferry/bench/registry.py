@@ -53,9 +53,16 @@ GROUPS: dict[str, Group] = {
     ),
     "transport": Group(
         name="transport",
-        summary="bytes moved between two processes, and memory that both see",
-        scenarios=("transport.unix.arena",),
-        runner="kvferry.bench.scenarios.transport_arena:run",
+        summary="messages between two processes over each transport, and a block through a shared arena",
+        scenarios=(
+            "transport.<scheme>.put",
+            "transport.<scheme>.get",
+            "transport.<scheme>.rpc",
+            "transport.tcp.batch",
+            "transport.tcp.rate",
+            "transport.unix.arena",
+        ),
+        runner="kvferry.bench.scenarios.transport:run",
     ),
     "store": Group(
         name="store",

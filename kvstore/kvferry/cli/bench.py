@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from kvferry.cli.options import Json
+from kvferry.cli.options import ConfigFile, Json, Sets, load_and_log
 
 if TYPE_CHECKING:
     from kvferry.bench.registry import Options
@@ -119,6 +119,85 @@ def store(
         "sync": sync, "direct": direct, "walk": walk,
     }  # fmt: skip
     _run("store", Options(runs=runs, params=params), as_json=as_json)
+
+
+@app.command("transport")
+def transport(
+    *,
+    scenario: Annotated[
+        Text, typer.Option(metavar="NAME", help="Only this one, as transport.tcp.put; see bench list.")
+    ] = None,
+    scheme: Annotated[
+        Text, typer.Option(metavar="SCHEME,…", help="Transports. [default: all that are installed]")
+    ] = None,
+    sizes: Annotated[
+        Text,
+        typer.Option(metavar="SIZE,…", help="Sizes of a part. [default: 64KiB,256KiB,1MiB,4MiB,16MiB]"),
+    ] = None,
+    batch: Annotated[
+        Text, typer.Option(metavar="N,…", help="Parts of a message, acknowledged once. [default: 1,32]")
+    ] = None,
+    lanes: Annotated[
+        Text, typer.Option(metavar="N,…", help="Sockets of a tcp connection. [default: 1,2]")
+    ] = None,
+    checksum: Annotated[
+        Text, typer.Option(metavar="off|xxh3,…", help="Checksums of payloads. [default: off,xxh3]")
+    ] = None,
+    alternatives: Annotated[
+        Text,
+        typer.Option(
+            "--with",
+            metavar="mooncake|ucxx|none,…",
+            help="Others to measure beside. [default: those installed]",
+        ),
+    ] = None,
+    address: Annotated[
+        Text, typer.Option(metavar="URL", help="Measure against a peer that runs --serve, on any machine.")
+    ] = None,
+    serve: Annotated[
+        Text, typer.Option(metavar="URL", help="Be that peer, until stopped, as on tcp://0.0.0.0:8470.")
+    ] = None,
+    rate: Annotated[
+        Text, typer.Option(metavar="RATE", help="Limit of transport.tcp.rate. [default: 100MB/s]")
+    ] = None,
+    seconds: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0.1, help="How long each of its runs takes. [default: 5]"),
+    ] = None,
+    requests: Annotated[Number, typer.Option(min=1, help="Requests of a round. [default: 500]")] = None,
+    block: Annotated[
+        Text, typer.Option(metavar="SIZE", help="Block of transport.unix.arena. [default: 256MiB]")
+    ] = None,
+    walk: Annotated[
+        Text,
+        typer.Option(
+            metavar="SIZE", help="Memory that both ends walk through; less is not cold. [default: 256MiB]"
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    runs: Runs = 9,
+    as_json: Json = False,
+) -> None:
+    """Messages between two processes over each transport: throughput both ways, round trips, and limits.
+
+    Each figure is end to end, with an acknowledgement, and stands beside a bare socket of the same kind in
+    the same rounds, and beside Mooncake's TransferEngine where it is installed. Beyond loopback --serve
+    needs --set wire.trusted_network=true, since whoever reaches it can use it.
+    """
+    if serve is not None:
+        from kvferry.bench.link.serve import serve_link
+
+        serve_link(serve, walk, load_and_log(config, sets))
+        return
+    from kvferry.bench.registry import Options
+
+    params = {
+        "scenario": scenario, "scheme": scheme, "sizes": sizes, "batch": batch, "lanes": lanes,
+        "checksum": checksum, "with": alternatives, "address": address, "rate": rate, "seconds": seconds,
+        "requests": requests, "block": block, "walk": walk,
+    }  # fmt: skip
+    _run("transport", Options(runs=runs, params=params), as_json=as_json)
 
 
 def _run(group: str, options: Options, *, as_json: bool) -> None:

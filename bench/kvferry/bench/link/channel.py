@@ -1,0 +1,145 @@
+"""The benchmark's end that measures: parts over a channel of kvferry, timed until they are acknowledged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.bench.link.memory import LinkMemory, timed
+from kvferry.bench.link.requests import Operation, Request
+from kvferry.bench.results import Sample
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import CorruptBlockError, KVFerryError, ProtocolError, error_from_code
+from kvferry.wire import Channel, ChannelOptions
+from kvferry.wire.channel import Incoming
+from kvferry.wire.messages import Failure, LayerAck
+
+__all__ = ["Link"]
+
+_WAIT_S = 60.0
+
+
+class Link:
+    """Sends to, and takes from, a :class:`~kvferry.bench.link.peer.LinkService`. One thread at a time.
+
+    An operation that fails is counted in ``failed``, and the next one takes a new connection.
+
+    Args:
+        address: Of the peer.
+        nbytes: Of a part.
+        walk_nbytes: What each end walks through.
+        checksum: Whether payloads carry one.
+        peer_cpu_s: Processor seconds of the peer so far, where they are known.
+
+    Attributes:
+        operations: Operations so far.
+        failed: Those that failed.
+        checked: Parts that were compared and right.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        nbytes: int,
+        walk_nbytes: int,
+        *,
+        checksum: bool,
+        peer_cpu_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._address = address
+        self._options = ChannelOptions(role="bench", session="bench", checksum=checksum)
+        self._memory = LinkMemory(nbytes, walk_nbytes)
+        self._nbytes = nbytes
+        self._peer_cpu_s = peer_cpu_s
+        self._channel: Channel | None = None
+        self.operations = self.failed = self.checked = 0
+        self._open()  # so that what cannot be reached is known before anything is measured
+
+    def put(self, batch: int, count: int) -> Sample:
+        """``count`` messages of ``batch`` parts each; the bytes are those that the peer counted."""
+        return self._timed(Operation.PUT, batch, count)
+
+    def get(self, batch: int, count: int) -> Sample:
+        """``count`` messages of ``batch`` parts from the peer; the bytes are those that came."""
+        return self._timed(Operation.GET, batch, count)
+
+    def echo(self, count: int) -> Sample:
+        """``count`` parts there and back again."""
+        return self._timed(Operation.ECHO, 1, count)
+
+    def verify(self, operation: Operation, batch: int, count: int) -> bool:
+        """Move parts into cleared memory and compare every byte, on the side that received them.
+
+        Raises:
+            CorruptBlockError: If there is a difference.
+        """
+        expected = batch * self._nbytes * (2 if operation is Operation.ECHO else 1)
+        for _ in range(count):
+            moved = self._do(operation, batch, verify=True)
+            if moved != expected:
+                raise CorruptBlockError(f"{self._address}: {moved} of {expected} bytes were received")
+            self.checked += batch
+        return count > 0
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _open(self) -> Channel:
+        if self._channel is None:
+            self._channel = Channel.connect(self._address, self._options, deadline_in(_WAIT_S))
+        return self._channel
+
+    def _timed(self, operation: Operation, batch: int, count: int) -> Sample:
+        self.operations += count
+        self._open()
+        calls = (partial(self._do, operation, batch) for _ in range(count))
+        return timed(calls, self._failed, self._cpu_s)
+
+    def _cpu_s(self) -> float:
+        return time.process_time() + (self._peer_cpu_s() if self._peer_cpu_s is not None else 0.0)
+
+    def _failed(self, _: KVFerryError) -> None:
+        self.failed += 1
+        if self._channel is not None:
+            self._channel.abort()
+            self._channel = None
+
+    def _do(self, operation: Operation, batch: int, *, verify: bool = False) -> int:
+        """One operation; the bytes that its receiver counted."""
+        channel = self._open()
+        deadline = deadline_in(_WAIT_S)
+        if operation is Operation.GET:
+            return self._get(channel, batch, deadline, verify=verify)
+        first, parts = self._memory.parts(batch)
+        request = Request(operation, first, self._nbytes, batch, verify).message
+        if operation is Operation.PUT:
+            return channel.call(request, LayerAck, payload=parts, deadline=deadline).count
+        channel.send(request, parts, deadline=deadline)
+        return 2 * self._receive(channel, first, batch, deadline, verify=verify)
+
+    def _get(self, channel: Channel, batch: int, deadline: float, *, verify: bool) -> int:
+        first, _ = self._memory.parts(batch)
+        channel.send(Request(Operation.GET, first, self._nbytes, batch).message, deadline=deadline)
+        return self._receive(channel, first, batch, deadline, verify=verify)
+
+    def _receive(self, channel: Channel, first: int, batch: int, deadline: float, *, verify: bool) -> int:
+        places = self._memory.places(batch, clear=verify)
+        incoming = _answer(channel, deadline)
+        incoming.read_into(places, deadline)
+        if verify:
+            self._memory.compare(first, places)
+        return incoming.payload_nbytes
+
+
+def _answer(channel: Channel, deadline: float) -> Incoming:
+    incoming = channel.receive(deadline)
+    message = incoming.message
+    if isinstance(message, Failure):
+        raise error_from_code(message.code, f"{channel.address}: {message.message}")
+    if not incoming.payload_nbytes:
+        raise ProtocolError(f"{channel.address} answered with {type(message).__name__}", remote=True)
+    return incoming

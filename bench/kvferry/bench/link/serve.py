@@ -1,0 +1,32 @@
+"""``kvferry bench transport --serve``: the other end of the benchmark on a machine of its own."""
+
+from __future__ import annotations
+
+from kvferry.bench.ceilings import COLD_NBYTES
+from kvferry.bench.link.peer import open_servers
+from kvferry.core.config import Config
+from kvferry.core.errors import ConnectError
+from kvferry.core.units import parse_nbytes
+from kvferry.engine.process import StopSignal, listening, print_ready, require_loopback
+
+__all__ = ["serve_link"]
+
+
+def serve_link(url: str, walk: str | None, config: Config) -> None:
+    """Serve until a signal; with a bare TCP socket beside it, whose port the other end is told.
+
+    Raises:
+        ConfigError: If the address cannot be used, or leads beyond loopback without
+            ``wire.trusted_network``.
+    """
+    require_loopback(url, "--serve", trusted_network=config.wire.trusted_network)
+    stop = StopSignal()
+    try:
+        server = open_servers(url, parse_nbytes(walk) if walk else COLD_NBYTES, bare=True)
+    except ConnectError as error:
+        raise listening(error, url, "--serve") from error
+    try:
+        print_ready("bench", listen=server.address)
+        stop.wait()
+    finally:
+        server.close()

@@ -1,0 +1,69 @@
+"""What answers the transport benchmarks: over kvferry's channels and, beside them, over bare sockets."""
+
+from __future__ import annotations
+
+import threading
+
+from kvferry.bench.link.memory import LinkMemory
+from kvferry.bench.link.requests import Operation, Request
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ProtocolError
+from kvferry.wire import Channel
+from kvferry.wire.channel import Incoming
+from kvferry.wire.messages import LayerAck
+
+__all__ = ["LinkService"]
+
+_WAIT_S = 60.0
+_IDLE_S = 3600.0
+_MAX_WALK_NBYTES = 4 << 30
+
+
+class LinkService:
+    """Receives, sends and echoes parts. Each connection has memory of its own, for one size at a time.
+
+    Args:
+        walk_nbytes: What each end walks through.
+
+    Attributes:
+        received_nbytes: Payload that has come whole, on all connections.
+    """
+
+    def __init__(self, walk_nbytes: int) -> None:
+        self._walk_nbytes = min(walk_nbytes, _MAX_WALK_NBYTES)
+        self._lock = threading.Lock()
+        self.received_nbytes = 0
+
+    def serve(self, channel: Channel) -> None:
+        """The handler of a channel: until it ends."""
+        memory: LinkMemory | None = None
+        while (incoming := channel.receive_idle(deadline_in(_IDLE_S))) is not None:
+            request = Request.of(incoming.message)
+            if memory is None or memory.nbytes != request.nbytes:
+                self._check(request)
+                memory = LinkMemory(request.nbytes, self._walk_nbytes)
+            self._answer(channel, incoming, request, memory)
+
+    def _check(self, request: Request) -> None:
+        if not 0 < request.nbytes * request.batch <= _MAX_WALK_NBYTES:
+            raise ProtocolError(
+                f"{request.batch} parts of {request.nbytes} bytes are more than a benchmark has", remote=True
+            )
+
+    def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
+        deadline = deadline_in(_WAIT_S)
+        if request.operation is Operation.GET:
+            answer = Request(Operation.PUT, request.first, request.nbytes, request.batch)
+            parts = memory.numbered(request.first, request.batch)
+            channel.reply(incoming, answer.message, parts, deadline=deadline)
+            return
+        places = memory.places(request.batch, clear=request.verify)
+        incoming.read_into(places, deadline)
+        with self._lock:
+            self.received_nbytes += incoming.payload_nbytes
+        if request.verify:
+            memory.compare(request.first, places)
+        if request.operation is Operation.ECHO:
+            channel.reply(incoming, request.message, places, deadline=deadline)
+        else:
+            channel.reply(incoming, LayerAck(count=incoming.payload_nbytes), deadline=deadline)

@@ -1,0 +1,179 @@
+"""``kvferry bench transport``: what each transport delivers, beside a bare socket in the same run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.bench.ceilings import COLD_NBYTES
+from kvferry.bench.link.mooncake import MooncakeTe
+from kvferry.bench.pairing import MIN_RUNS, Progress
+from kvferry.bench.registry import Options
+from kvferry.bench.results import Result
+from kvferry.core.address import parse_url
+from kvferry.core.buffers import PAGE_NBYTES
+from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPluginError
+from kvferry.core.nearest import did_you_mean
+from kvferry.core.units import parse_nbytes, parse_rate
+from kvferry.transports import registry
+
+__all__ = ["DEFAULT_SIZES", "SCENARIOS", "SCHEMES", "TransportOptions", "run"]
+
+DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB"
+SCHEMES = ("tcp", "tls", "unix", "ucx", "inproc")
+ALTERNATIVES = ("mooncake", "ucxx")
+_KINDS = ("put", "get", "rpc")
+_CHECKSUMS = ("off", "xxh3")
+SCENARIOS = {
+    **{f"transport.{scheme}.{kind}": "transport_link:run_link" for scheme in SCHEMES for kind in _KINDS},
+    "transport.tcp.batch": "transport_tcp:run_batch",
+    "transport.tcp.rate": "transport_tcp:run_rate",
+    "transport.unix.arena": "transport_arena:run",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """How to run the scenarios.
+
+    Attributes:
+        scenarios: Which, in order.
+        sizes: Bytes of a part.
+        batches: Parts of a message.
+        lanes: Sockets of a connection, for ``tcp``.
+        checksums: ``off``, ``xxh3``.
+        runs: Rounds that count.
+        warmup: Rounds before them.
+        walk_nbytes: What both ends walk through; below 256 MiB they are not cold.
+        run_nbytes: What a round moves, about.
+        requests: Requests of a round of ``rpc``.
+        address: A peer on another machine; empty: a child process.
+        alternatives: Others that are measured beside, where they are installed.
+        rate: Bytes a second of ``transport.tcp.rate``.
+        seconds: How long each of its runs takes.
+    """
+
+    scenarios: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (1 << 20,)
+    batches: tuple[int, ...] = (1, 32)
+    lanes: tuple[int, ...] = (1,)
+    checksums: tuple[str, ...] = _CHECKSUMS
+    runs: int = MIN_RUNS
+    warmup: int = 1
+    walk_nbytes: int = COLD_NBYTES
+    run_nbytes: int = 64 << 20
+    requests: int = 500
+    address: str = ""
+    alternatives: tuple[str, ...] = ()
+    rate: str = "100MB/s"
+    seconds: float = 5.0
+
+    @classmethod
+    def of(cls, options: Options) -> TransportOptions:
+        """From what the command line gave.
+
+        Raises:
+            ConfigError: For a value that cannot be used.
+        """
+        address = str(options.param("address", ""))
+        walk = parse_nbytes(options.param("walk", COLD_NBYTES))
+        rate = str(options.param("rate", "100MB/s"))
+        parse_rate(rate)
+        return cls(
+            scenarios=_scenarios(options, address),
+            sizes=_sizes(str(options.param("sizes", DEFAULT_SIZES)), walk),
+            batches=_numbers(options, "batch", "1,32"),
+            lanes=_numbers(options, "lanes", "1,2"),
+            checksums=_words(options, "checksum", ",".join(_CHECKSUMS), _CHECKSUMS),
+            runs=options.runs,
+            warmup=options.warmup,
+            walk_nbytes=walk,
+            run_nbytes=max(1, min(64 << 20, walk // 4)),
+            requests=int(options.param("requests", 500)),
+            address=address,
+            alternatives=_alternatives(options),
+            rate=rate,
+            seconds=float(options.param("seconds", 5.0)),
+        )
+
+
+def _words(options: Options, name: str, default: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    found = tuple(word.strip() for word in str(options.param(name, default)).split(",") if word.strip())
+    for word in found:
+        if word not in known:
+            raise ConfigError(f"--{name} {word!r}{did_you_mean(word, known)}; there are: {', '.join(known)}")
+    return found
+
+
+def _alternatives(options: Options) -> tuple[str, ...]:
+    """Those that were asked for, else those that are installed."""
+    installed = {"mooncake": MooncakeTe.is_installed(), "ucxx": _is_installed("ucx")}
+    asked = _words(options, "with", "", (*ALTERNATIVES, "none"))
+    for name in asked:
+        if name != "none" and not installed[name]:
+            raise PluginUnavailableError(f"--with {name}: it is not installed beside kvferry")
+    return asked or tuple(name for name in ALTERNATIVES if installed[name])
+
+
+def _numbers(options: Options, name: str, default: str) -> tuple[int, ...]:
+    text = str(options.param(name, default))
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ConfigError(f"--{name} {text!r}: write numbers from 1 on, as in {default}")
+    return found
+
+
+def _sizes(text: str, walk_nbytes: int) -> tuple[int, ...]:
+    found = tuple(parse_nbytes(word) for word in text.split(","))
+    for nbytes in found:
+        if nbytes <= 0 or nbytes % PAGE_NBYTES or nbytes > walk_nbytes:
+            raise ConfigError(
+                f"--sizes {nbytes}: take multiples of {PAGE_NBYTES} bytes up to the walk of {walk_nbytes}"
+            )
+    return found
+
+
+def _scenarios(options: Options, address: str) -> tuple[str, ...]:
+    """Those that were asked for, without transports that are not installed unless they were named."""
+    name = str(options.param("scenario", ""))
+    if name:
+        if name not in SCENARIOS:
+            near = did_you_mean(name, list(SCENARIOS))
+            raise UnknownPluginError(f"no scenario {name!r}{near}; there are: {', '.join(SCENARIOS)}")
+        return (name,)
+    if address:
+        scheme = parse_url(address, default_port=0).scheme
+        return tuple(f"transport.{scheme}.{kind}" for kind in _KINDS)
+    asked = _words(options, "scheme", "", SCHEMES)
+    schemes = asked or tuple(scheme for scheme in SCHEMES if _is_installed(scheme))
+    return tuple(found for found in SCENARIOS if found.split(".")[1] in schemes)
+
+
+def _is_installed(scheme: str) -> bool:
+    try:
+        registry.load(scheme)
+    except (PluginUnavailableError, UnknownPluginError):
+        return False
+    return True
+
+
+class _Scenario(Protocol):
+    def __call__(self, scenario: str, options: TransportOptions, progress: Progress) -> Iterator[Result]: ...
+
+
+def run(options: Options, progress: Progress) -> Iterator[Result]:
+    """Run the group."""
+    own = TransportOptions.of(options)
+    for name in own.scenarios:
+        module, function = SCENARIOS[name].split(":")
+        found = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+        if module == "transport_arena":
+            yield from found(options, progress)
+        else:
+            scenario: _Scenario = found
+            yield from scenario(name, own, progress)

@@ -1,0 +1,97 @@
+"""``kvferry bench transport``: every scenario runs at a tiny scale, no figure is judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvferry.testing.processes import Command
+
+FIELDS = {
+    "scenario", "params", "value", "unit", "spread", "runs", "baselines", "ratios", "ratio_spread", "p50_us",
+    "p99_us", "cpu_s_per_gb", "verified",
+}  # fmt: skip
+BARE = {"tcp": {"raw_socket"}, "tls": {"bare_ssl"}, "unix": {"raw_unix"}, "inproc": set()}
+MAIN = "from kvferry.cli import main; main()"
+
+
+def bench(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MAIN, "bench", "transport", "--runs", "1", "--walk", "1MiB", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def lines(*args: str) -> list[dict[str, Any]]:
+    done = bench(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for line in found:
+        assert set(line) == FIELDS
+        assert line["value"] > 0
+        assert line["spread"][0] <= line["value"] <= line["spread"][1]
+        assert line["params"].get("failed", 0) == 0
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "unix", "inproc"])
+def test_every_scenario_of_a_scheme(scheme: str) -> None:
+    found = lines(
+        "--scheme", scheme, "--sizes", "64KiB", "--lanes", "1,2", "--requests", "5", "--with", "none",
+        "--seconds", "0.2", "--block", "128KiB", "--batch", "1,4",
+    )  # fmt: skip
+    names = [line["scenario"] for line in found]
+    lanes = 2 if scheme == "tcp" else 1
+    for kind, figures in (("put", 4 * lanes), ("get", 4 * lanes), ("rpc", 2 * lanes)):
+        assert names.count(f"transport.{scheme}.{kind}") == figures
+    assert names.count("transport.tcp.batch") == names.count("transport.tcp.rate") == (2 if lanes == 2 else 0)
+    for line in found:
+        _, _, kind = line["scenario"].split(".")
+        params = line["params"]
+        if kind == "arena":
+            continue
+        assert line["verified"] is True
+        assert params["operations"] > 0
+        if kind in ("put", "get"):
+            one_lane = {"one_lane"} if params["lanes"] == 2 else set()
+            assert set(line["ratios"]) == BARE[scheme] | {"memcpy_cold"} | one_lane
+            assert line["unit"] == "GB/s"
+        elif kind == "rpc":
+            assert set(line["ratios"]) == BARE[scheme]
+            assert line["p50_us"] <= line["p99_us"]
+            assert params["nbytes"] == 4096
+        elif kind == "batch":
+            assert set(line["ratios"]) == {"one_message", "raw_socket"}
+        else:
+            assert set(line["ratios"]) == {"asked"}
+            assert params["lanes"] in (1, 4)
+
+
+def test_a_peer_of_its_own() -> None:
+    with Command("bench", "transport", "--serve", "tcp://127.0.0.1:0", "--walk", "1MiB") as peer:
+        address = peer.wait_ready()["listen"]
+        found = lines("--address", address, "--sizes", "64KiB", "--batch", "1", "--requests", "5")
+        assert [line["scenario"] for line in found] == [
+            f"transport.tcp.{kind}" for kind in ("put", "put", "get", "get", "rpc", "rpc")
+        ]
+        for line in found:
+            assert line["params"]["peer"] == "remote"
+            assert line["verified"] is True
+            assert "raw_socket" in line["ratios"]
+        assert peer.terminate() == 0
+
+
+def test_serving_the_world_needs_a_trusted_network() -> None:
+    done = bench("--serve", "tcp://0.0.0.0:0")
+    assert done.returncode != 0
+    assert "wire.trusted_network" in done.stderr
+
+
+def test_the_table_has_the_ratios() -> None:
+    done = bench("--scenario", "transport.unix.put", "--sizes", "64KiB", "--batch", "1", "--checksum", "off")
+    assert done.returncode == 0, done.stderr
+    assert "transport.unix.put" in done.stdout
+    assert "raw_unix" in done.stdout
+    assert "bytes compared" in done.stdout

@@ -1,0 +1,276 @@
+"""The ends of the transport benchmarks: they count what arrived, leave out what failed, and see wrong bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.bench.link.bare import BareLink, BareServer, Certificates, Kind
+from kvferry.bench.link.channel import Link
+from kvferry.bench.link.memory import LinkMemory, parts_at_once, timed
+from kvferry.bench.link.mooncake import MooncakeTe
+from kvferry.bench.link.peer import bare_ports, open_servers
+from kvferry.bench.link.requests import Operation, Request
+from kvferry.bench.link.service import LinkService
+from kvferry.bench.registry import Options
+from kvferry.bench.results import Sample
+from kvferry.bench.scenarios.transport import SCENARIOS, TransportOptions
+from kvferry.bench.scenarios.transport_link import _certificates
+from kvferry.core import deadline_in
+from kvferry.core.errors import (
+    ConfigError,
+    CorruptBlockError,
+    KVFerryError,
+    PluginUnavailableError,
+    ProtocolError,
+    TransportError,
+    UnknownPluginError,
+)
+from kvferry.wire import Channel, ChannelOptions, ChannelServer
+from kvferry.wire.channel import Incoming
+from kvferry.wire.messages import LayerAck, Ping, PutLayer
+
+NBYTES = 8192
+WALK = 4 * NBYTES
+
+
+class Serving:
+    """A service behind a channel server, for the length of a test."""
+
+    def __init__(self, service: LinkService) -> None:
+        self.service = service
+        options = ChannelOptions(role="bench", session="peer", checksum=False)
+        self.server = ChannelServer("tcp://127.0.0.1:0", options, service.serve, name="bench-test")
+
+    def link(self, *, checksum: bool = True) -> Link:
+        return Link(self.server.address, NBYTES, WALK, checksum=checksum)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[LinkService], Serving]]:
+    found: list[Serving] = []
+
+    def make(service: LinkService) -> Serving:
+        found.append(Serving(service))
+        return found[-1]
+
+    yield make
+    for one in found:
+        one.server.close()
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_bytes_are_those_that_the_receiver_counted(
+    serve: Callable[[LinkService], Serving], checksum: bool
+) -> None:
+    serving = serve(LinkService(WALK))
+    link = serving.link(checksum=checksum)
+    put = link.put(3, 5)
+    assert put.nbytes == 15 * NBYTES == serving.service.received_nbytes
+    assert len(put.latencies) == 5
+    assert put.seconds == pytest.approx(sum(put.latencies))
+    assert link.get(2, 4).nbytes == 8 * NBYTES
+    assert link.echo(6).nbytes == 12 * NBYTES
+    assert (link.operations, link.failed) == (15, 0)
+    for operation in Operation:
+        assert link.verify(operation, 1 if operation is Operation.ECHO else 3, 4)
+    assert link.checked == 3 * 4 + 3 * 4 + 4
+    link.close()
+    link.close()
+
+
+class Dropping(LinkService):
+    """Drops one operation in four."""
+
+    def __init__(self, walk_nbytes: int) -> None:
+        super().__init__(walk_nbytes)
+        self._seen = 0
+
+    def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
+        self._seen += 1
+        if self._seen % 4 == 0:
+            incoming.discard(deadline_in(10))
+            raise TransportError("dropped by the test")
+        super()._answer(channel, incoming, request, memory)
+
+
+def test_operations_that_fail_are_left_out_and_counted(serve: Callable[[LinkService], Serving]) -> None:
+    serving = serve(Dropping(WALK))
+    link = serving.link()
+    sample = link.put(2, 16)
+    assert (link.operations, link.failed) == (16, 4)
+    assert sample.nbytes == 12 * 2 * NBYTES == serving.service.received_nbytes
+    assert len(sample.latencies) == 12
+    link.close()
+
+
+class Short(LinkService):
+    """Acknowledges less than it was sent."""
+
+    def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
+        incoming.discard(deadline_in(10))
+        channel.reply(incoming, LayerAck(count=incoming.payload_nbytes // 2), deadline=deadline_in(10))
+
+
+def test_a_peer_that_takes_half_is_not_paid_in_full(serve: Callable[[LinkService], Serving]) -> None:
+    link = serve(Short(WALK)).link()
+    assert link.put(1, 4).nbytes == 2 * NBYTES
+    with pytest.raises(CorruptBlockError, match="4096 of 8192"):
+        link.verify(Operation.PUT, 1, 1)
+    link.close()
+
+
+class Wrong(LinkService):
+    """One byte of what it receives, or sends, is another one."""
+
+    def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
+        np.frombuffer(memory.source[request.first], np.uint8)[NBYTES // 2] ^= 1
+        super()._answer(channel, incoming, request, memory)
+
+
+@pytest.mark.parametrize("operation", [Operation.PUT, Operation.GET])
+def test_other_bytes_are_seen(serve: Callable[[LinkService], Serving], operation: Operation) -> None:
+    link = serve(Wrong(WALK)).link()
+    with pytest.raises(CorruptBlockError, match="other bytes"):
+        link.verify(operation, 1, 1)
+    link.close()
+
+
+def test_memory_walks_and_compares() -> None:
+    memory = LinkMemory(NBYTES, WALK)
+    assert [memory.parts(1)[0] for _ in range(6)] == [0, 1, 2, 3, 0, 1]
+    first, parts = memory.parts(3)
+    assert first == 2
+    assert len({bytes(part[:8]) for part in parts}) == 3
+    places = memory.places(3)
+    for place, part in zip(places, parts, strict=True):
+        place[:] = part
+    memory.compare(first, places)
+    places[1][100] ^= 1
+    with pytest.raises(CorruptBlockError, match="part 3 "):
+        memory.compare(first, places)
+    assert not any(memory.places(1, clear=True)[0])
+    with pytest.raises(ConfigError, match="multiples"):
+        LinkMemory(1000, WALK)
+
+
+def test_parts_at_once_fit_into_the_walk() -> None:
+    assert parts_at_once(16 << 20, 32, 256 << 20) == 16
+    assert parts_at_once(64 << 10, 32, 256 << 20) == 32
+    assert parts_at_once(1 << 20, 32, 1 << 20) == 1
+
+
+def test_timed_leaves_failures_out() -> None:
+    def slow_failure() -> int:
+        time.sleep(0.05)
+        raise TransportError("no")
+
+    failures: list[KVFerryError] = []
+    sample = timed(iter([lambda: 5, slow_failure, lambda: 7]), failures.append)
+    assert (sample.nbytes, len(sample.latencies), len(failures)) == (12, 2, 1)
+    assert sample.seconds < 0.05
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])
+def test_bare_sockets_move_the_same(kind: Kind, tmp_path: Path) -> None:
+    certificates = _certificates(tmp_path) if kind == "tls" else None
+    where: tuple[str, int] | str = str(tmp_path / "s") if kind == "unix" else ("127.0.0.1", 0)
+    server = BareServer(kind, where, WALK, certificates)
+    address = where if isinstance(where, str) else ("127.0.0.1", server.port)
+    bare = BareLink(kind, address, NBYTES, WALK, certificates=certificates)
+    sample = bare.put(3, 5)
+    assert isinstance(sample, Sample)
+    assert sample.nbytes == 15 * NBYTES
+    assert bare.get(4, 2).nbytes == 8 * NBYTES
+    assert bare.echo(3).nbytes == 6 * NBYTES
+    # what came is what the other end sends
+    places = bare._memory.places(4)  # the ones that come next hold what was received before
+    sent = LinkMemory(NBYTES, WALK)
+    assert {bytes(place) for place in places} <= {bytes(part) for part in sent.numbered(0, 4)}
+    bare.close()
+
+
+def test_bare_tls_needs_its_files() -> None:
+    assert Certificates("a", "b", "c").options == "cert=a&key=b&ca=c"
+    server = BareServer("tcp", ("127.0.0.1", 0), WALK)
+    with pytest.raises(ConfigError, match="certificates"):
+        BareLink("tls", ("127.0.0.1", server.port), NBYTES, WALK)
+
+
+def test_a_peer_names_the_port_of_its_bare_socket() -> None:
+    server = open_servers("tcp://127.0.0.1:0", WALK, bare=True)
+    channel = Channel.connect(server.address, ChannelOptions(role="b", session="b"), deadline_in(10))
+    ports = bare_ports(channel)
+    channel.close()
+    bare = BareLink("tcp", ("127.0.0.1", ports["tcp"]), NBYTES, WALK)
+    assert bare.put(1, 1).nbytes == NBYTES
+    bare.close()
+    server.close()
+
+
+def test_requests_are_checked() -> None:
+    request = Request(Operation.GET, 7, NBYTES, 3, verify=True)
+    assert Request.of(request.message) == request
+    for message in (Ping(), PutLayer(layer=0, blocks=(1,)), PutLayer(layer=0, blocks=(9, 1, 1, 0))):
+        with pytest.raises(ProtocolError):
+            Request.of(message)
+
+
+def test_a_request_for_too_much_is_refused(serve: Callable[[LinkService], Serving]) -> None:
+    serving = serve(LinkService(WALK))
+    options = ChannelOptions(role="bench", session="b")
+    channel = Channel.connect(serving.server.address, options, deadline_in(10))
+    request = Request(Operation.GET, 0, 1 << 30, 1 << 20).message
+    with pytest.raises(ProtocolError, match="more than a benchmark has"):
+        channel.call(request, LayerAck, deadline=deadline_in(10))
+    channel.close()
+
+
+def options(**params: str | int) -> TransportOptions:
+    return TransportOptions.of(Options(runs=3, params=params))
+
+
+def test_options() -> None:
+    assert options(scheme="tcp").scenarios == tuple(
+        f"transport.tcp.{kind}" for kind in ("put", "get", "rpc", "batch", "rate")
+    )
+    assert options(scenario="transport.unix.arena").scenarios == ("transport.unix.arena",)
+    assert options(address="tcp://10.0.0.1:8470").scenarios == tuple(
+        f"transport.tcp.{kind}" for kind in ("put", "get", "rpc")
+    )
+    assert set(options().scenarios) <= set(SCENARIOS)
+    found = options(
+        sizes="64KiB,1MiB", batch="1,8", lanes="4", checksum="off", walk="2MiB", **{"with": "none"}
+    )
+    assert (found.sizes, found.batches, found.lanes) == ((65536, 1 << 20), (1, 8), (4,))
+    assert (found.checksums, found.walk_nbytes, found.run_nbytes) == (("off",), 2 << 20, 1 << 19)
+    assert found.alternatives == ("none",)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "text"),
+    [
+        ({"scenario": "transport.tcp.putt"}, UnknownPluginError, "transport.tcp.put"),
+        ({"scheme": "tpc"}, ConfigError, "tcp"),
+        ({"sizes": "1000"}, ConfigError, "multiples"),
+        ({"sizes": "4MiB", "walk": "1MiB"}, ConfigError, "up to the walk"),
+        ({"batch": "0"}, ConfigError, "from 1 on"),
+        ({"lanes": "x"}, ConfigError, "--lanes"),
+        ({"checksum": "md5"}, ConfigError, "off, xxh3"),
+        ({"rate": "fast"}, ConfigError, "fast"),
+        ({"with": "redis"}, ConfigError, "mooncake"),
+    ],
+)
+def test_options_that_cannot_be_used(params: dict[str, str], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        options(**params)
+
+
+@pytest.mark.skipif(MooncakeTe.is_installed(), reason="Mooncake is installed here")
+def test_an_alternative_that_is_not_installed_is_said_to_be_so() -> None:
+    with pytest.raises(PluginUnavailableError, match="mooncake"):
+        options(**{"with": "mooncake"})
