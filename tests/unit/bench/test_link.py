@@ -1,4 +1,4 @@
-"""The ends of the transport benchmarks: they count what arrived, leave out what failed, and see wrong bytes."""
+"""The ends of the transport benchmarks count what arrived, leave out what failed, and see wrong bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.bench.link.bare import BareLink, BareServer, Certificates, Kind
 from kvferry.bench.link.channel import Link
+from kvferry.bench.link.ends import make_certificates
 from kvferry.bench.link.memory import LinkMemory, parts_at_once, timed
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.link.peer import bare_ports, open_servers
@@ -19,7 +20,6 @@ from kvferry.bench.link.service import LinkService
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Sample
 from kvferry.bench.scenarios.transport import SCENARIOS, TransportOptions
-from kvferry.bench.scenarios.transport_link import _certificates
 from kvferry.core import deadline_in
 from kvferry.core.errors import (
     ConfigError,
@@ -67,7 +67,7 @@ def serve() -> Iterator[Callable[[LinkService], Serving]]:
 def test_bytes_are_those_that_the_receiver_counted(
     serve: Callable[[LinkService], Serving], checksum: bool
 ) -> None:
-    serving = serve(LinkService(WALK))
+    serving = serve(LinkService())
     link = serving.link(checksum=checksum)
     put = link.put(3, 5)
     assert put.nbytes == 15 * NBYTES == serving.service.received_nbytes
@@ -86,8 +86,8 @@ def test_bytes_are_those_that_the_receiver_counted(
 class Dropping(LinkService):
     """Drops one operation in four."""
 
-    def __init__(self, walk_nbytes: int) -> None:
-        super().__init__(walk_nbytes)
+    def __init__(self) -> None:
+        super().__init__()
         self._seen = 0
 
     def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
@@ -99,7 +99,7 @@ class Dropping(LinkService):
 
 
 def test_operations_that_fail_are_left_out_and_counted(serve: Callable[[LinkService], Serving]) -> None:
-    serving = serve(Dropping(WALK))
+    serving = serve(Dropping())
     link = serving.link()
     sample = link.put(2, 16)
     assert (link.operations, link.failed) == (16, 4)
@@ -117,7 +117,7 @@ class Short(LinkService):
 
 
 def test_a_peer_that_takes_half_is_not_paid_in_full(serve: Callable[[LinkService], Serving]) -> None:
-    link = serve(Short(WALK)).link()
+    link = serve(Short()).link()
     assert link.put(1, 4).nbytes == 2 * NBYTES
     with pytest.raises(CorruptBlockError, match="4096 of 8192"):
         link.verify(Operation.PUT, 1, 1)
@@ -134,7 +134,7 @@ class Wrong(LinkService):
 
 @pytest.mark.parametrize("operation", [Operation.PUT, Operation.GET])
 def test_other_bytes_are_seen(serve: Callable[[LinkService], Serving], operation: Operation) -> None:
-    link = serve(Wrong(WALK)).link()
+    link = serve(Wrong()).link()
     with pytest.raises(CorruptBlockError, match="other bytes"):
         link.verify(operation, 1, 1)
     link.close()
@@ -177,7 +177,7 @@ def test_timed_leaves_failures_out() -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])
 def test_bare_sockets_move_the_same(kind: Kind, tmp_path: Path) -> None:
-    certificates = _certificates(tmp_path) if kind == "tls" else None
+    certificates = make_certificates(tmp_path) if kind == "tls" else None
     where: tuple[str, int] | str = str(tmp_path / "s") if kind == "unix" else ("127.0.0.1", 0)
     server = BareServer(kind, where, WALK, certificates)
     address = where if isinstance(where, str) else ("127.0.0.1", server.port)
@@ -202,7 +202,7 @@ def test_bare_tls_needs_its_files() -> None:
 
 
 def test_a_peer_names_the_port_of_its_bare_socket() -> None:
-    server = open_servers("tcp://127.0.0.1:0", WALK, bare=True)
+    server = open_servers("tcp://127.0.0.1:0", bare_walk_nbytes=WALK)
     channel = Channel.connect(server.address, ChannelOptions(role="b", session="b"), deadline_in(10))
     ports = bare_ports(channel)
     channel.close()
@@ -213,19 +213,19 @@ def test_a_peer_names_the_port_of_its_bare_socket() -> None:
 
 
 def test_requests_are_checked() -> None:
-    request = Request(Operation.GET, 7, NBYTES, 3, verify=True)
+    request = Request(Operation.GET, 7, NBYTES, WALK, 3, verify=True)
     assert Request.of(request.message) == request
-    for message in (Ping(), PutLayer(layer=0, blocks=(1,)), PutLayer(layer=0, blocks=(9, 1, 1, 0))):
+    for message in (Ping(), PutLayer(layer=0, blocks=(1,)), PutLayer(layer=0, blocks=(9, 1, 1, 1, 0))):
         with pytest.raises(ProtocolError):
             Request.of(message)
 
 
 def test_a_request_for_too_much_is_refused(serve: Callable[[LinkService], Serving]) -> None:
-    serving = serve(LinkService(WALK))
+    serving = serve(LinkService())
     options = ChannelOptions(role="bench", session="b")
     channel = Channel.connect(serving.server.address, options, deadline_in(10))
-    request = Request(Operation.GET, 0, 1 << 30, 1 << 20).message
-    with pytest.raises(ProtocolError, match="more than a benchmark has"):
+    request = Request(Operation.GET, 0, 1 << 30, WALK, 1 << 20).message
+    with pytest.raises(ProtocolError, match="that a benchmark moves at once"):
         channel.call(request, LayerAck, deadline=deadline_in(10))
     channel.close()
 

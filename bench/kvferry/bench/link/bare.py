@@ -189,11 +189,11 @@ def _dial(kind: Kind, address: tuple[str, int] | str, certificates: Certificates
         sock.connect(str(address))
         return sock
     assert isinstance(address, tuple)
-    sock = socket.create_connection(address, _WAIT_S)
     if kind == "tcp":
-        return sock
+        return socket.create_connection(address, _WAIT_S)
     if certificates is None:
         raise ConfigError("a bare TLS socket needs certificates")
+    sock = socket.create_connection(address, _WAIT_S)
     context = ssl.create_default_context(cafile=certificates.ca)
     return context.wrap_socket(sock, server_hostname=address[0])
 

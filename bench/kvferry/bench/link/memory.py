@@ -35,7 +35,7 @@ class LinkMemory:
         if nbytes <= 0 or nbytes % PAGE_NBYTES:
             raise ConfigError(f"a part of {nbytes} bytes: sizes are multiples of {PAGE_NBYTES} bytes")
         self.nbytes = nbytes
-        self._walk_nbytes = walk_nbytes
+        self.walk_nbytes = walk_nbytes
         self._source: BlockSource | None = None
         self._target: ColdWalk | None = None
         self._next = 0
@@ -44,7 +44,7 @@ class LinkMemory:
     def source(self) -> BlockSource:
         """What is sent."""
         if self._source is None:
-            self._source = BlockSource(self.nbytes, self._walk_nbytes)
+            self._source = BlockSource(self.nbytes, self.walk_nbytes)
         return self._source
 
     def parts(self, batch: int) -> tuple[int, list[memoryview]]:
@@ -60,7 +60,7 @@ class LinkMemory:
     def places(self, batch: int, *, clear: bool = False) -> list[memoryview]:
         """The next places to receive into; with ``clear`` nothing is left of what they held."""
         if self._target is None:
-            self._target = ColdWalk(self.nbytes, self._walk_nbytes, fill=0)
+            self._target = ColdWalk(self.nbytes, self.walk_nbytes, fill=0)
         places = [self._target.take() for _ in range(batch)]
         if clear:
             for place in places:

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from kvferry import transports
 from kvferry.bench.link.bare import BareServer, Certificates, Kind
@@ -34,19 +36,23 @@ def _options(capabilities: tuple[str, ...] = ()) -> ChannelOptions:
     return ChannelOptions(role="bench", session="bench-peer", checksum=False, capabilities=capabilities)
 
 
-def open_servers(listen: str, walk_nbytes: int, *, bare: bool = False) -> ChannelServer:
-    """Serve the benchmarks on ``listen``, with a bare TCP socket beside it if asked for.
+def open_servers(listen: str, *, bare_walk_nbytes: int | None = None) -> ChannelServer:
+    """Serve the benchmarks on ``listen``.
+
+    Args:
+        listen: The address.
+        bare_walk_nbytes: Serve a bare TCP socket beside it, which walks through so much.
 
     Raises:
         ConnectError: If it cannot be bound.
         ConfigError: If the address is malformed.
     """
-    service = LinkService(walk_nbytes)
+    service = LinkService()
     listener = transports.listen(listen)
     capabilities: tuple[str, ...] = ()
-    if bare:
+    if bare_walk_nbytes is not None:
         asked = parse_url(listen, default_port=0)
-        server = BareServer("tcp", (asked.host or "127.0.0.1", 0), walk_nbytes)
+        server = BareServer("tcp", (asked.host or "127.0.0.1", 0), bare_walk_nbytes)
         capabilities = (f"{BARE_CAPABILITY}tcp={server.port}",)
     return ChannelServer(listener, _options(capabilities), service.serve, name="bench")
 
@@ -69,10 +75,6 @@ class PeerProcess:
         listen: Addresses of channels.
         bare: Bare sockets: ``(kind, path or host)``.
         certificates: For those over TLS.
-
-    Attributes:
-        addresses: Of the channels, in order.
-        bare: Addresses of the bare sockets, in order.
     """
 
     def __init__(
@@ -89,19 +91,29 @@ class PeerProcess:
         command = [sys.executable, "-m", "kvferry.bench.link.peer"]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._child.stdin is not None
-        assert self._child.stdout is not None
         self._child.stdin.write(json.dumps(request) + "\n")
         self._child.stdin.flush()
+
+    @cached_property
+    def _answer(self) -> dict[str, Any]:
+        """What it serves; waited for when it is asked for first, so that several can start at once."""
+        assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
-            raise KVFerryError(
-                f"the benchmark's other process ended with code {self._child.wait(_WAIT_S)}; is memory short?"
-            )
-        answer = json.loads(line)
-        self.addresses: list[str] = answer["addresses"]
-        self.bare: list[tuple[str, int] | str] = [
-            host if port == 0 else (host, port) for host, port in answer["bare"]
-        ]
+            code = self._child.wait(_WAIT_S)
+            raise KVFerryError(f"the benchmark's other process ended with code {code}; is memory short?")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the channels, in order."""
+        return list(self._answer["addresses"])
+
+    @property
+    def bare(self) -> list[tuple[str, int] | str]:
+        """Addresses of the bare sockets, in order."""
+        return [host if port == 0 else (host, port) for host, port in self._answer["bare"]]
 
     def cpu_s(self) -> float:
         """Processor seconds that it has used."""
@@ -122,7 +134,7 @@ def _serve(request: Mapping[str, object]) -> tuple[list[ChannelServer], dict[str
     assert isinstance(bare, list)
     files = request.get("certificates")
     certificates = Certificates(*files) if isinstance(files, list) else None
-    servers = [open_servers(str(url), walk) for url in listen]
+    servers = [open_servers(str(url)) for url in listen]
     sockets = []
     for kind, where in bare:
         server = BareServer(kind, where if kind == "unix" else (where, 0), walk, certificates)

@@ -26,19 +26,22 @@ class Operation(enum.IntEnum):
 class Request:
     """One operation: ``batch`` parts of ``nbytes`` each, from number ``first`` on.
 
-    ``verify`` has the peer clear where it receives, and compare afterwards.
+    Both ends walk through ``walk_nbytes``, so that a number means the same part for both. ``verify`` has the
+    peer clear where it receives, and compare afterwards.
     """
 
     operation: Operation
     first: int
     nbytes: int
+    walk_nbytes: int
     batch: int = 1
     verify: bool = False
 
     @property
     def message(self) -> PutLayer:
         """As it travels."""
-        return PutLayer(layer=self.first, blocks=(self.operation, self.nbytes, self.batch, int(self.verify)))
+        fields = (self.operation, self.nbytes, self.walk_nbytes, self.batch, int(self.verify))
+        return PutLayer(layer=self.first, blocks=fields)
 
     @classmethod
     def of(cls, message: Message) -> Request:
@@ -47,7 +50,7 @@ class Request:
         Raises:
             ProtocolError: If it is none.
         """
-        if not isinstance(message, PutLayer) or len(message.blocks) != 4 or message.blocks[0] > 2:
+        if not isinstance(message, PutLayer) or len(message.blocks) != 5 or message.blocks[0] > 2:
             raise ProtocolError(f"{type(message).__name__} is no request of a benchmark", remote=True)
-        operation, nbytes, batch, verify = message.blocks
-        return cls(Operation(operation), message.layer, nbytes, batch, bool(verify))
+        operation, nbytes, walk_nbytes, batch, verify = message.blocks
+        return cls(Operation(operation), message.layer, nbytes, walk_nbytes, batch, bool(verify))

@@ -22,7 +22,7 @@ def serve_link(url: str, walk: str | None, config: Config) -> None:
     require_loopback(url, "--serve", trusted_network=config.wire.trusted_network)
     stop = StopSignal()
     try:
-        server = open_servers(url, parse_nbytes(walk) if walk else COLD_NBYTES, bare=True)
+        server = open_servers(url, bare_walk_nbytes=parse_nbytes(walk) if walk else COLD_NBYTES)
     except ConnectError as error:
         raise listening(error, url, "--serve") from error
     try:

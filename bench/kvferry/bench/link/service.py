@@ -16,21 +16,17 @@ __all__ = ["LinkService"]
 
 _WAIT_S = 60.0
 _IDLE_S = 3600.0
-_MAX_WALK_NBYTES = 4 << 30
+_MAX_NBYTES = 4 << 30
 
 
 class LinkService:
     """Receives, sends and echoes parts. Each connection has memory of its own, for one size at a time.
 
-    Args:
-        walk_nbytes: What each end walks through.
-
     Attributes:
         received_nbytes: Payload that has come whole, on all connections.
     """
 
-    def __init__(self, walk_nbytes: int) -> None:
-        self._walk_nbytes = min(walk_nbytes, _MAX_WALK_NBYTES)
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self.received_nbytes = 0
 
@@ -39,21 +35,24 @@ class LinkService:
         memory: LinkMemory | None = None
         while (incoming := channel.receive_idle(deadline_in(_IDLE_S))) is not None:
             request = Request.of(incoming.message)
-            if memory is None or memory.nbytes != request.nbytes:
-                self._check(request)
-                memory = LinkMemory(request.nbytes, self._walk_nbytes)
+            self._check(request)
+            if memory is None or (memory.nbytes, memory.walk_nbytes) != (request.nbytes, request.walk_nbytes):
+                memory = LinkMemory(request.nbytes, request.walk_nbytes)
             self._answer(channel, incoming, request, memory)
 
     def _check(self, request: Request) -> None:
-        if not 0 < request.nbytes * request.batch <= _MAX_WALK_NBYTES:
+        most = max(request.nbytes * request.batch, request.walk_nbytes)
+        if not (request.nbytes * request.batch > 0 and most <= _MAX_NBYTES):
             raise ProtocolError(
-                f"{request.batch} parts of {request.nbytes} bytes are more than a benchmark has", remote=True
+                f"{request.batch} parts of {request.nbytes} bytes from {request.walk_nbytes} are more than "
+                f"the {_MAX_NBYTES} that a benchmark moves at once",
+                remote=True,
             )
 
     def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
         deadline = deadline_in(_WAIT_S)
         if request.operation is Operation.GET:
-            answer = Request(Operation.PUT, request.first, request.nbytes, request.batch)
+            answer = Request(Operation.PUT, request.first, request.nbytes, request.walk_nbytes, request.batch)
             parts = memory.numbered(request.first, request.batch)
             channel.reply(incoming, answer.message, parts, deadline=deadline)
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.bench.ceilings import COLD_NBYTES
+from kvferry.bench.link.ends import LinkEnds
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.pairing import MIN_RUNS, Progress
 from kvferry.bench.registry import Options
@@ -163,17 +164,20 @@ def _is_installed(scheme: str) -> bool:
 
 
 class _Scenario(Protocol):
-    def __call__(self, scenario: str, options: TransportOptions, progress: Progress) -> Iterator[Result]: ...
+    def __call__(
+        self, scenario: str, options: TransportOptions, peers: LinkEnds, progress: Progress
+    ) -> Iterator[Result]: ...
 
 
 def run(options: Options, progress: Progress) -> Iterator[Result]:
     """Run the group."""
     own = TransportOptions.of(options)
-    for name in own.scenarios:
-        module, function = SCENARIOS[name].split(":")
-        found = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-        if module == "transport_arena":
-            yield from found(options, progress)
-        else:
-            scenario: _Scenario = found
-            yield from scenario(name, own, progress)
+    with LinkEnds(own.walk_nbytes, own.address) as peers:
+        for name in own.scenarios:
+            module, function = SCENARIOS[name].split(":")
+            found = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+            if module == "transport_arena":
+                yield from found(options, progress)
+            else:
+                scenario: _Scenario = found
+                yield from scenario(name, own, peers, progress)

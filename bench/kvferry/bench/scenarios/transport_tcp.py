@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from functools import partial
 
 from kvferry.bench.link.channel import Link
+from kvferry.bench.link.ends import LinkEnds
 from kvferry.bench.link.requests import Operation
 from kvferry.bench.pairing import Progress
 from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.bench.scenarios.transport import TransportOptions
-from kvferry.bench.scenarios.transport_link import ends, link_params, measure
+from kvferry.bench.scenarios.transport_link import link_params, measure
 from kvferry.core.units import parse_rate
 
 __all__ = ["run_batch", "run_rate"]
@@ -21,55 +22,62 @@ _PARTS = 64
 _RATE_LANES = (1, 4)
 _RATE_RUNS = 3
 _RATE_PART_NBYTES = 1 << 20
+_RATE_MESSAGE_NBYTES = 1 << 30
 
 
-def run_batch(scenario: str, options: TransportOptions, progress: Progress) -> Iterator[Result]:
+def run_batch(
+    scenario: str, options: TransportOptions, peers: LinkEnds, progress: Progress
+) -> Iterator[Result]:
     """64 parts of 64 KiB in one message, beside one part of 4 MiB."""
+    other = peers.of("tcp")
     whole_nbytes = _PARTS * _PART_NBYTES
     walk = max(options.walk_nbytes, whole_nbytes)
     messages = max(1, options.run_nbytes // whole_nbytes)
     for checksum in options.checksums:
         with contextlib.ExitStack() as stack:
-            other = stack.enter_context(ends("tcp", options))
-            links = [
+            parts, whole = (
                 Link(other.address, nbytes, walk, checksum=checksum == "xxh3", peer_cpu_s=other.cpu_s)
                 for nbytes in (_PART_NBYTES, whole_nbytes)
-            ]
-            for link in links:
-                stack.callback(link.close)
-            parts, whole = links
+            )
+            stack.callback(parts.close)
+            stack.callback(whole.close)
             subjects = {
                 "subject": partial(parts.put, _PARTS, messages),
                 "one_message": partial(whole.put, 1, messages),
             }
             if other.bare is not None:
-                bare = other.bare[1](_PART_NBYTES)
+                name, make = other.bare
+                bare = make(_PART_NBYTES)
                 stack.callback(bare.close)
-                subjects[other.bare[0]] = partial(bare.put, _PARTS, messages)
+                subjects[name] = partial(bare.put, _PARTS, messages)
             params = link_params("tcp", _PART_NBYTES, _PARTS, 1, checksum, options)
             yield measure(
-                scenario, params, subjects, parts, None, options, progress,
-                operation=Operation.PUT, batch=_PARTS, count=messages,
-            )  # fmt: skip
+                scenario, params, subjects, parts, options, progress, operation=Operation.PUT, count=messages
+            )
 
 
-def run_rate(scenario: str, options: TransportOptions, progress: Progress) -> Iterator[Result]:
-    """A connection that is limited, over some seconds; the ratio is that to the rate that was asked for."""
+def run_rate(
+    scenario: str, options: TransportOptions, peers: LinkEnds, progress: Progress
+) -> Iterator[Result]:
+    """A connection that is limited, over some seconds; the ratio is that to the rate that was asked for.
+
+    A run is one message, up to 1 GiB, so that nothing waits for the peer in between.
+    """
     rate = parse_rate(options.rate)
     nbytes = min(_RATE_PART_NBYTES, options.walk_nbytes)
-    batch = max(1, round(rate * options.seconds / nbytes))  # one message: nothing waits for the peer
+    parts = max(1, round(rate * options.seconds / nbytes))
+    messages = int(-(-parts * nbytes // _RATE_MESSAGE_NBYTES))
+    batch = -(-parts // messages)
     runs = min(options.runs, _RATE_RUNS)
     for lanes in _RATE_LANES:
-        extra = f"rate={options.rate}" + (f"&lanes={lanes}" if lanes > 1 else "")
-        with ends("tcp", options, url_options=extra) as other, contextlib.ExitStack() as stack:
-            link = Link(other.address, nbytes, options.walk_nbytes, checksum=True, peer_cpu_s=other.cpu_s)
-            stack.callback(link.close)
+        other = peers.of("tcp", f"rate={options.rate}" + (f"&lanes={lanes}" if lanes > 1 else ""))
+        link = Link(other.address, nbytes, options.walk_nbytes, checksum=True, peer_cpu_s=other.cpu_s)
+        with contextlib.closing(link):
             samples: list[Sample] = []
             for done in range(runs):
                 progress(f"{scenario} lanes={lanes}", done, runs)
-                samples.append(link.put(batch, 1))
+                samples.append(link.put(batch, messages))
             progress(f"{scenario} lanes={lanes}", runs, runs)
-            verified = link.verify(Operation.PUT, 1, 1)
             params: dict[str, Param] = {
                 **link_params("tcp", nbytes, batch, lanes, "xxh3", options),
                 "rate": options.rate,
@@ -77,8 +85,9 @@ def run_rate(scenario: str, options: TransportOptions, progress: Progress) -> It
                 "operations": link.operations,
                 "failed": link.failed,
             }
+            verified = link.verify(Operation.PUT, 1, 1)
         values = {
-            "subject": [s.nbytes / s.seconds / 1e6 for s in samples],
+            "subject": [s.nbytes / s.seconds / 1e6 if s.seconds else 0.0 for s in samples],
             "asked": [rate / 1e6] * runs,
         }
         yield summarise(scenario, params, "MB/s", values, samples=samples, verified=verified)

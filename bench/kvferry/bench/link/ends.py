@@ -1,0 +1,161 @@
+"""The other ends of a benchmark run: child processes that are started when they are first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from kvferry.bench.link.bare import BareLink, Certificates, Kind
+from kvferry.bench.link.peer import PeerProcess, bare_ports, open_servers
+from kvferry.core.address import parse_url
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConfigError
+from kvferry.wire import Channel, ChannelOptions
+
+__all__ = ["Ends", "LinkEnds", "make_certificates"]
+
+_WAIT_S = 60.0
+_BARE: Mapping[str, tuple[str, Kind]] = {
+    "tcp": ("raw_socket", "tcp"),
+    "tls": ("bare_ssl", "tls"),
+    "unix": ("raw_unix", "unix"),
+    "ucx": ("raw_socket", "tcp"),
+}
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where the subject and the bare socket of one scheme are served.
+
+    Attributes:
+        address: Of the channel.
+        cpu_s: Processor seconds of the process that serves it, if known.
+        bare: The baseline's name, and what makes it for parts of a size.
+    """
+
+    address: str
+    cpu_s: Callable[[], float] | None = None
+    bare: tuple[str, Callable[[int], BareLink]] | None = None
+
+
+class LinkEnds:
+    """Makes other ends and keeps them for the length of a run.
+
+    Args:
+        walk_nbytes: What each of them walks through.
+        address: A peer on another machine instead; empty: child processes.
+    """
+
+    def __init__(self, walk_nbytes: int, address: str = "") -> None:
+        self._walk_nbytes = walk_nbytes
+        self._address = address
+        self._stack = contextlib.ExitStack()
+        self._found: dict[tuple[str, str], Ends] = {}
+        self._bare: dict[str, tuple[str, Callable[[int], BareLink]]] = {}
+        self._folder: Path | None = None
+        self._files: Certificates | None = None
+
+    def __enter__(self) -> LinkEnds:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._stack.close()
+
+    def of(self, scheme: str, options: str = "") -> Ends:
+        """The other end for ``scheme``, its address with ``options``.
+
+        Raises:
+            KVFerryError: If a process cannot be started, or the peer not be reached.
+        """
+        key = (scheme, options)
+        if key not in self._found:
+            self._found[key] = self._remote() if self._address else self._local(scheme, options)
+        return self._found[key]
+
+    def _remote(self) -> Ends:
+        """A peer on another machine, with the bare socket that it names."""
+        hello = ChannelOptions(role="bench", session="bench")
+        channel = Channel.connect(self._address, hello, deadline_in(_WAIT_S))
+        port = bare_ports(channel).get("tcp")
+        channel.close()
+        host = parse_url(self._address, default_port=0).host
+        if port is None or not host:
+            return Ends(self._address)
+        make = partial(BareLink, "tcp", (host, port), walk_nbytes=self._walk_nbytes)
+        return Ends(self._address, None, ("raw_socket", make))
+
+    def _local(self, scheme: str, options: str) -> Ends:
+        if scheme == "inproc":
+            server = open_servers("inproc://kvferry-bench")
+            self._stack.callback(server.close)
+            return Ends(server.address)
+        certificates = self._certificates() if scheme == "tls" else None
+        query = "&".join(filter(None, (certificates.options if certificates else "", options)))
+        place = str(self._path(f"channel-{len(self._found)}")) if scheme == "unix" else "127.0.0.1:0"
+        url = f"{scheme}://{place}" + (f"?{query}" if query else "")
+        peer = PeerProcess(self._walk_nbytes, listen=(url,))  # starts while the bare one does
+        self._stack.callback(peer.close)
+        bare = self._bare_of(scheme, certificates)
+        return Ends(peer.addresses[0], peer.cpu_s, bare)
+
+    def _bare_of(
+        self, scheme: str, certificates: Certificates | None
+    ) -> tuple[str, Callable[[int], BareLink]]:
+        name, kind = _BARE[scheme]
+        if kind not in self._bare:
+            where = str(self._path("bare")) if kind == "unix" else "127.0.0.1"
+            process = PeerProcess(self._walk_nbytes, bare=((kind, where),), certificates=certificates)
+            self._stack.callback(process.close)
+            make = partial(
+                BareLink,
+                kind,
+                process.bare[0],
+                walk_nbytes=self._walk_nbytes,
+                certificates=certificates,
+                server_cpu_s=process.cpu_s,
+            )
+            self._bare[kind] = (name, make)
+        return self._bare[kind]
+
+    def _path(self, name: str) -> Path:
+        if self._folder is None:  # short: a socket's path has a limit
+            self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvf-")))
+        return self._folder / name
+
+    def _certificates(self) -> Certificates:
+        if self._files is None:
+            self._files = make_certificates(self._path("tls"))
+        return self._files
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """A certificate for loopback that signs itself, good for two days.
+
+    Raises:
+        ConfigError: If the program ``openssl`` is not there or fails.
+    """
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        raise ConfigError("transport.tls makes its certificate with the program openssl: install it")
+    folder.mkdir(exist_ok=True)
+    files = Certificates(str(folder / "cert"), str(folder / "key"), str(folder / "cert"))
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    name = ("-subj", "/CN=kvferry-bench", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
+    command = [openssl, "req", "-x509", *curve, *name, "-keyout", files.key, "-out", files.cert]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=False)
+    if done.returncode:
+        raise ConfigError(f"openssl could not make a certificate: {done.stderr.strip().splitlines()[-1:]}")
+    return files
