@@ -9,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from kvferry.store.disk.files import Files
+from kvferry.store.disk.files import Files, is_gone
 from kvferry.store.disk.names import shard_name, tenant_folder
 
 __all__ = ["Folders", "OpenFolder", "allocated_nbytes", "disk_nbytes"]
 
-_MAX_OPEN: Final = 256
+_MAX_OPEN: Final = 320  # all shards of a namespace, and the folders of others that take turns with it
+_ALL: Final = -1  # in the place of a shard: the namespace's own folder
 _BLOCK_NBYTES: Final = 512  # the unit of st_blocks, whatever the file system
 
 
@@ -54,6 +55,9 @@ class OpenFolder:
         self._files.close(self.fd)
 
 
+_Name = tuple[str, bytes, int]
+
+
 class Folders:
     """The folders below one directory. Thread safe.
 
@@ -70,7 +74,7 @@ class Folders:
         self._root = OpenFolder(files, os.dup(root))
         self._charge = charge
         self._lock = threading.Lock()
-        self._open: OrderedDict[tuple[str, bytes, int], OpenFolder] = OrderedDict()
+        self._open: OrderedDict[_Name, OpenFolder] = OrderedDict()
 
     def open(
         self, tenant: str, namespace_id: bytes, shard: int, *, make: Callable[[int], None] | None = None
@@ -87,20 +91,43 @@ class Folders:
             OSError: If it is not there and not to be made, or something else is in its place.
         """
         name = (tenant, namespace_id, shard)
+        found = self._find(name)
+        if found is not None:
+            return found
+        above = self._namespace(tenant, namespace_id, make=make)
+        try:
+            folder = self._step(above, shard_name(shard), make=make)
+        except OSError as error:
+            if not (is_gone(error) and self.is_removed(above)):
+                raise
+            above = self._namespace(tenant, namespace_id, make=make)
+            folder = self._step(above, shard_name(shard), make=make)
+        return self._keep(name, folder)
+
+    def _namespace(
+        self, tenant: str, namespace_id: bytes, *, make: Callable[[int], None] | None
+    ) -> OpenFolder:
+        name = (tenant, namespace_id, _ALL)
+        found = self._find(name)
+        if found is not None:
+            return found
+        parent = self._step(self._root, tenant_folder(tenant), make=make)
+        return self._keep(name, self._step(parent, namespace_id.hex(), make=make))
+
+    def _find(self, name: _Name) -> OpenFolder | None:
         with self._lock:
             found = self._open.get(name)
             if found is not None:
                 self._open.move_to_end(name)
-                return found
-        folder = self._root
-        for part in (tenant_folder(tenant), namespace_id.hex(), shard_name(shard)):
-            folder = self._step(folder, part, make=make)
+            return found
+
+    def _keep(self, name: _Name, folder: OpenFolder) -> OpenFolder:
         with self._lock:
             # another thread may have been quicker; one object a folder, or its growth counts twice
             folder = self._open.setdefault(name, folder)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-        return folder
+            return folder
 
     def _step(
         self, parent: OpenFolder, name: str, *, make: Callable[[int], None] | None = None
@@ -130,9 +157,10 @@ class Folders:
             return
         finally:
             with self._lock:
-                found = self._open.get((tenant, namespace_id, shard))
-                if found is not None and not self._files.status(found.fd).st_nlink:
-                    del self._open[tenant, namespace_id, shard]
+                for name in ((tenant, namespace_id, shard), (tenant, namespace_id, _ALL)):
+                    found = self._open.get(name)
+                    if found is not None and not self._files.status(found.fd).st_nlink:
+                        del self._open[name]
 
     def is_removed(self, folder: OpenFolder) -> bool:
         """Whether somebody removed ``folder``; it and all others are then opened anew when needed."""

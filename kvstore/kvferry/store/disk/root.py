@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 import time
@@ -104,7 +105,7 @@ class Root:
         self._try_at = 0.0
         self._no_writes_until = 0.0
         self._failures = 0
-        self._serial = time.time_ns()
+        self._serials = itertools.count(time.time_ns())
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -424,9 +425,7 @@ class Root:
 
     def temporary_name(self, key: BlockKey) -> str:
         """A name for a file that is being written; never the same twice."""
-        with self._lock:
-            self._serial += 1
-            return names.temporary_name(key, self._serial)
+        return names.temporary_name(key, next(self._serials))
 
     def quarantine(self, folder: OpenFolder, namespace_id: bytes, key: BlockKey, nbytes: int) -> int:
         """Put a corrupt file out of the way: see :meth:`Quarantine.put`."""

@@ -101,9 +101,8 @@ class Writes:
         """
         turns = self._state.index.begin_writes(home.held, [block.key for block in blocks])
         jobs = [_Job(block) for block in blocks]
-        self._write_begun(
-            home, [job for job, turn in zip(jobs, turns, strict=True) if turn is True], deadline
-        )
+        begun = [job for job, turn in zip(jobs, turns, strict=True) if turn is True]
+        self._write_begun(home, begun, deadline)
         for job, turn in zip(jobs, turns, strict=True):
             if turn is not True:
                 self._write_after(home, job, turn, deadline)
@@ -132,7 +131,8 @@ class Writes:
                 # after a failure things are looked at anew: it may have told that the device is full
                 left.extendleft(job for job in reversed(ready) if job.result is None)
         finally:
-            self._end(home, jobs)
+            if unended := [job for job in jobs if not job.ended]:
+                self._end(home, unended)
 
     def _end(self, home: Home, jobs: Sequence[_Job]) -> None:
         """Give back what was taken for the jobs, and end their keys."""
@@ -140,10 +140,9 @@ class Writes:
             for job in jobs:
                 self._settle(job)
         finally:
-            ended = [job for job in jobs if not job.ended]
-            for job in ended:
+            for job in jobs:
                 job.ended = True
-            self._state.index.end_writes(home.held, [(job.block.key, job.entry) for job in ended])
+            self._state.index.end_writes(home.held, [(job.block.key, job.entry) for job in jobs])
 
     def sync_folders(self) -> None:
         """Make the names of all files written so far durable.
@@ -168,7 +167,8 @@ class Writes:
     def _prepare_some(self, home: Home, left: deque[_Job], deadline: float) -> list[_Job]:
         """Take jobs out of ``left`` as long as there is room for them together; returns those to be done."""
         ready: list[_Job] = []
-        while left and self._prepare(home, left[0], deadline, alone=not ready):
+        fine: set[Root] = set()
+        while left and self._prepare(home, left[0], deadline, fine, alone=not ready):
             job = left.popleft()
             if job.result is None:
                 ready.append(job)
@@ -176,8 +176,10 @@ class Writes:
                     break
         return ready
 
-    def _prepare(self, home: Home, job: _Job, deadline: float, *, alone: bool) -> bool:
+    def _prepare(self, home: Home, job: _Job, deadline: float, fine: set[Root], *, alone: bool) -> bool:
         """Choose where a block goes and take the room, or give it its result.
+
+        ``fine`` are the directories that need not be asked again whether they take it.
 
         Returns:
             ``False`` if there is no room but in what other jobs have taken; never if it is ``alone``.
@@ -188,9 +190,10 @@ class Writes:
             late = is_past(deadline)
             job.result = _LATE if late else WriteResult(WriteOutcome.FAILED, "no directory is up")
             return True
-        if why := self._why_not(root, nbytes):
+        if root not in fine and (why := self._why_not(root, nbytes)):
             job.result = WriteResult(WriteOutcome.FAILED, f"{root.path}: {why}")
             return True
+        fine.add(root)
         job.root = root
         job.looks = root.is_tight or state.options.keep_free_nbytes > 0
         try:
@@ -226,6 +229,9 @@ class Writes:
                     job.result = self._failed(job.root, error, nbytes, looked=job.looks)
                 break
             job.result = _STORED
+        for root in {job.root for job in done if job.result is _STORED}:
+            if root is not None:
+                root.took_write()
         for job in done:
             self._stored(home, job)
         for job in jobs[len(done) :]:
@@ -245,8 +251,9 @@ class Writes:
                 job.header = template.build(key, parent, position, xxhash.xxh3_64_intdigest(data))
                 job.name = names.block_name(key)
             job.temporary = job.root.temporary_name(key)
-            job.flags = DIRECT if job.root.direct_write and is_aligned(data) else 0
-            job.parts = lay_out(template, job.header, data, page, last, direct=bool(job.flags))
+            direct = job.root.direct_write and is_aligned(data)
+            job.flags = DIRECT if direct else 0
+            job.parts = lay_out(template, job.header, data, page, last, direct=direct)
 
     def _stored(self, home: Home, job: _Job) -> None:
         """Account for a file that was written, if it was."""
@@ -257,7 +264,6 @@ class Writes:
         if folder is not None:
             with contextlib.suppress(OSError):  # the block is there, whatever the folder says
                 root.grown(folder, room.spend)
-        root.took_write()
         job.entry = DiskEntry(home.held, block.key, block.parent, job.taken, root.number, block.position)
 
     def _settle(self, job: _Job) -> None:
@@ -272,7 +278,8 @@ class Writes:
         finally:
             if has_room:
                 self._state.index.release(room.left)
-            root.release_room(room.claimed)
+            if room.claimed:
+                root.release_room(room.claimed)
 
     def _choose_root(self, key: BlockKey, nbytes: int) -> Root | None:
         """By the key; another one while that is down, failing or full."""
