@@ -157,10 +157,10 @@ class Folders:
             return
         finally:
             with self._lock:
-                for name in ((tenant, namespace_id, shard), (tenant, namespace_id, _ALL)):
-                    found = self._open.get(name)
+                for which in (shard, _ALL):
+                    found = self._open.get((tenant, namespace_id, which))
                     if found is not None and not self._files.status(found.fd).st_nlink:
-                        del self._open[name]
+                        del self._open[tenant, namespace_id, which]
 
     def is_removed(self, folder: OpenFolder) -> bool:
         """Whether somebody removed ``folder``; it and all others are then opened anew when needed."""
