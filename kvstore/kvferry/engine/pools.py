@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvferry.core.errors import ConnectionClosedError
-from kvferry.wire import Channel, ChannelOptions, ChannelPool
+from kvferry.wire import Channel, ChannelOptions, ChannelPool, SharedArena, can_share_arena
 
 __all__ = ["ChannelPools"]
 
@@ -26,6 +26,7 @@ class ChannelPools:
         self._max_addresses = max_addresses
         self._lock = threading.Lock()
         self._pools: OrderedDict[str, ChannelPool] = OrderedDict()
+        self._arenas: OrderedDict[str, SharedArena] = OrderedDict()
         self._closed = False
 
     def pool(self, address: str) -> ChannelPool:
@@ -58,10 +59,22 @@ class ChannelPools:
         with self.pool(address).channel(deadline) as channel:
             yield channel
 
+    def arena(self, address: str, channel: Channel) -> SharedArena | None:
+        """The map of the arena behind ``address``, the same for all channels; ``None`` if none is shared."""
+        if not can_share_arena(channel):
+            return None
+        with self._lock:
+            found = self._arenas.setdefault(address, SharedArena())
+            self._arenas.move_to_end(address)
+            while len(self._arenas) > self._max_addresses:  # the memory goes with its last user
+                self._arenas.popitem(last=False)
+            return found
+
     def close(self) -> None:
         """Close all idle channels and refuse new ones; a second call does nothing."""
         with self._lock:
             self._closed = True
+            self._arenas.clear()
             pools = list(self._pools.values())
             self._pools.clear()
         for pool in pools:

@@ -5,6 +5,7 @@ straight into reserved slots and publishes all blocks at once when the last laye
 """
 
 from kvferry.streaming.receiver import LayerReceiver
+from kvferry.streaming.segments import STREAM_CAPABILITIES, SegmentGrant, WriterWatch
 from kvferry.streaming.sender import LayerSender
 
-__all__ = ["LayerReceiver", "LayerSender"]
+__all__ = ["STREAM_CAPABILITIES", "LayerReceiver", "LayerSender", "SegmentGrant", "WriterWatch"]

@@ -10,9 +10,15 @@ import copy
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from kvferry.core.errors import ProtocolError
+from kvferry.core.keys import BlockKey, split_keys
 from kvferry.core.spec import SLICE_ALIGNMENT, KeyScope, KVSpec, LayerSpec, TensorSpec
+from kvferry.wire.messages import BeginStream
 
-__all__ = ["StreamLayout", "clean_error", "describe_mismatch"]
+__all__ = ["MAX_NAME", "StreamLayout", "checked_keys", "clean_error", "describe_mismatch"]
+
+MAX_NAME = 256
+"""Characters of a stream's name, at most."""
 
 
 def _tail_nbytes(tensor: TensorSpec, spec: KVSpec, tail_tokens: int) -> int:
@@ -89,6 +95,22 @@ class StreamLayout:
         """Where ``layer`` lies in the buffer of the tail block: its rows of each tensor, end to end."""
         start = self._tail_offsets[layer]
         return slice(start, start + sum(self._tail[layer]))
+
+
+def checked_keys(begin: BeginStream, who: str) -> list[BlockKey]:
+    """The keys of the full blocks of a stream; ``who`` is the stream, for messages.
+
+    Raises:
+        ProtocolError: If the opening message makes no sense.
+    """
+    if len(begin.stream) > MAX_NAME:
+        raise ProtocolError(f"{who}: name of {len(begin.stream)} characters, at most {MAX_NAME}", remote=True)
+    if begin.timeout_s <= 0:
+        raise ProtocolError(f"{who}: timeout_s is {begin.timeout_s}, must be positive", remote=True)
+    keys = split_keys(begin.keys)
+    if len(set(keys)) != len(keys):
+        raise ProtocolError(f"{who}: {len(keys) - len(set(keys))} keys are named twice", remote=True)
+    return keys
 
 
 def _field_differences(left: object, right: object, names: tuple[str, ...]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +21,8 @@ from kvferry.core.errors import (
     TransferTimeoutError,
     error_from_code,
 )
-from kvferry.core.keys import BlockKey, split_keys
-from kvferry.streaming.layout import StreamLayout, clean_error, describe_mismatch
+from kvferry.streaming.layout import MAX_NAME, StreamLayout, checked_keys, clean_error, describe_mismatch
+from kvferry.streaming.segments import SegmentGrant, writers_word
 from kvferry.streaming.slots import BlockSlots
 from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import (
@@ -31,6 +32,7 @@ from kvferry.wire.messages import (
     FinishStream,
     Handoff,
     LayerAck,
+    LayerPlaced,
     PutLayer,
     StreamDone,
     StreamReady,
@@ -39,9 +41,9 @@ from kvferry.wire.messages import (
 __all__ = ["LayerReceiver"]
 
 _log = logging.getLogger(__name__)
-_MAX_NAME = 256
 _CLOSE_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0
+_LOOK_S = 0.05
 
 
 class LayerReceiver:
@@ -62,6 +64,7 @@ class LayerReceiver:
         begin: The opening message.
         ring: Layer frames that the sender may have under way unacknowledged.
         reserve_timeout_s: How long to wait for room in the store.
+        grant: Lets a sender on the same machine write into the slots itself, if it can.
     """
 
     def __init__(
@@ -72,12 +75,17 @@ class LayerReceiver:
         *,
         ring: int = 8,
         reserve_timeout_s: float = 5.0,
+        grant: SegmentGrant | None = None,
     ) -> None:
         self._channel = channel
         self._namespace = namespace
         self._begin = begin
         self._ring = ring
         self._reserve_timeout_s = reserve_timeout_s
+        self._grant = grant
+        self._placed: frozenset[int] = frozenset()  # blocks whose slots the sender may write
+        self._writing = contextlib.ExitStack()
+        self._writer = -1
         self._layout = StreamLayout(namespace.spec, 0, 0)
         self._cond = threading.Condition()
         self._slots: BlockSlots | None = None
@@ -94,7 +102,7 @@ class LayerReceiver:
         self._complete_at = 0.0
 
     def __repr__(self) -> str:
-        return f"stream {self._begin.stream[:_MAX_NAME]!r} from {self._channel.address}"
+        return f"stream {self._begin.stream[:MAX_NAME]!r} from {self._channel.address}"
 
     def __enter__(self) -> LayerReceiver:
         return self
@@ -162,7 +170,7 @@ class LayerReceiver:
                 raise SpecMismatchError(
                     f"{self} refused: {describe_mismatch(begin.spec, spec, begin.scope, scope)}"
                 )
-            keys = self._checked_keys()
+            keys = checked_keys(begin, str(self))
             self._deadline = deadline_in(begin.timeout_s)
             self._layout = StreamLayout(spec, len(keys), begin.tail_tokens)
             slots = BlockSlots(self._namespace, keys)
@@ -177,21 +185,21 @@ class LayerReceiver:
                 self._left = [set(expected) for _ in range(self._layout.layers)]
             if not expected:
                 self._complete_at = time.monotonic()
+            self._grant_slots(slots)
             ready = StreamReady(missing=tuple(sorted(slots.missing)), ring=self._ring)
             self._channel.send(ready, deadline=self._deadline)
 
-    def _checked_keys(self) -> list[BlockKey]:
-        begin = self._begin
-        if len(begin.stream) > _MAX_NAME:
-            raise ProtocolError(
-                f"{self}: name of {len(begin.stream)} characters, at most {_MAX_NAME}", remote=True
-            )
-        if begin.timeout_s <= 0:
-            raise ProtocolError(f"{self}: timeout_s is {begin.timeout_s}, must be positive", remote=True)
-        keys = split_keys(begin.keys)
-        if len(set(keys)) != len(keys):
-            raise ProtocolError(f"{self}: {len(keys) - len(set(keys))} keys are named twice", remote=True)
-        return keys
+    def _grant_slots(self, slots: BlockSlots) -> None:
+        """Let the sender write into the slots; from here on they wait for its word before they are used."""
+        grant = self._grant
+        if grant is None or not grant.usable or not (placed := slots.addresses()):
+            return
+        if (process := grant.watch_process()) is None:
+            return
+        self._writer = process
+        self._writing.enter_context(slots.writing())
+        self._placed = frozenset(placed)
+        grant.send(placed, self._deadline)
 
     # ---- receiving ------------------------------------------------------------------------------
 
@@ -219,8 +227,9 @@ class LayerReceiver:
                 if self._error is not None:
                     raise clean_error(self._error)
                 self._running = True
-            with slots.writing():
-                handoff = self._receive_all(slots, deadline)
+            if not self._placed:
+                self._writing.enter_context(slots.writing())
+            handoff = self._receive_all(slots, deadline)
             stored = slots.publish()
             with self._cond:
                 if self._error is not None:  # closed meanwhile
@@ -234,11 +243,12 @@ class LayerReceiver:
         while True:
             incoming = self._next(slots, deadline)
             message = incoming.message
-            if isinstance(message, PutLayer):
+            if isinstance(message, (PutLayer, LayerPlaced)):
                 self._take_layer(slots, incoming, message, deadline)
                 continue
             incoming.discard(deadline)
             if isinstance(message, FinishStream):
+                self._end_writing(None)
                 self._check_complete()
                 # A sender that paces is busy while nothing arrives; one that fills the kernel's buffers
                 # is done before we are.
@@ -246,6 +256,7 @@ class LayerReceiver:
                 self._wire_s = max(self._wire_s, min(message.wire_s, longest))
                 return message.handoff
             if isinstance(message, AbortStream):
+                self._end_writing(None)
                 raise RequestCancelledError(f"{self}: the sender gave up: {message.reason}")
             if isinstance(message, Failure):
                 raise error_from_code(message.code, f"{self}: the sender failed: {message.message}")
@@ -254,7 +265,13 @@ class LayerReceiver:
     def _next(self, slots: BlockSlots, deadline: float) -> Incoming:
         while True:
             slots.renew()
-            incoming = self._channel.receive_idle(earliest(deadline, slots.renew_at))
+            until = earliest(deadline, slots.renew_at)
+            # with slots that the sender writes, close() cannot cut the channel to wake this thread
+            incoming = self._channel.receive_idle(
+                earliest(until, deadline_in(_LOOK_S)) if self._placed else until
+            )
+            if self._placed and self._error is not None:
+                raise clean_error(self._error)
             if incoming is not None:
                 return incoming
             if is_past(deadline):
@@ -264,16 +281,20 @@ class LayerReceiver:
         complete = sum(not left for left in self._left)
         return f"{complete} of {len(self._left)} layers complete, {self._kv_nbytes} bytes received"
 
-    def _take_layer(self, slots: BlockSlots, incoming: Incoming, message: PutLayer, deadline: float) -> None:
+    def _take_layer(
+        self, slots: BlockSlots, incoming: Incoming, message: PutLayer | LayerPlaced, deadline: float
+    ) -> None:
         try:
-            views = self._views(slots, incoming, message)
+            nbytes = self._check_layer(message)
+            views = self._views(slots, incoming, message, nbytes)
         except ProtocolError:
             incoming.discard(deadline)  # so that the peer can still be told
             raise
-        incoming.read_into(views, deadline)
+        if views:
+            incoming.read_into(views, deadline)
         now = time.monotonic()
         with self._cond:
-            self._kv_nbytes += incoming.payload_nbytes
+            self._kv_nbytes += nbytes
             self._wire_s += now - incoming.started_at
             left = self._left[message.layer]
             left.difference_update(message.blocks)
@@ -283,7 +304,8 @@ class LayerReceiver:
                 self._cond.notify_all()
         self._channel.send(LayerAck(), deadline=deadline)
 
-    def _views(self, slots: BlockSlots, incoming: Incoming, message: PutLayer) -> list[memoryview]:
+    def _check_layer(self, message: PutLayer | LayerPlaced) -> int:
+        """Bytes of KV that a message brings."""
         layer, layout = message.layer, self._layout
         if not 0 <= layer < layout.layers:
             raise ProtocolError(f"{self}: layer {layer} is outside 0..{layout.layers - 1}", remote=True)
@@ -295,11 +317,23 @@ class LayerReceiver:
                 "not asked for, or came before",
                 remote=True,
             )
-        expected = sum(layout.payload_nbytes(layer, b) for b in message.blocks)
-        if incoming.payload_nbytes != expected:
+        return sum(layout.payload_nbytes(layer, b) for b in message.blocks)
+
+    def _views(
+        self, slots: BlockSlots, incoming: Incoming, message: PutLayer | LayerPlaced, nbytes: int
+    ) -> list[memoryview]:
+        """Where the payload goes; nowhere if the sender has put it there itself."""
+        layer, layout = message.layer, self._layout
+        if isinstance(message, LayerPlaced):
+            if not self._placed.issuperset(message.blocks):
+                raise ProtocolError(
+                    f"{self}: layer {layer} is said to lie in slots that were not granted", remote=True
+                )
+            return []
+        if incoming.payload_nbytes != nbytes:
             raise ProtocolError(
                 f"{self}: layer {layer} of {len(message.blocks)} blocks has {incoming.payload_nbytes} "
-                f"payload bytes, the spec says {expected}",
+                f"payload bytes, the spec says {nbytes}",
                 remote=True,
             )
         return [
@@ -410,12 +444,32 @@ class LayerReceiver:
         if finished and slots is not None:
             slots.release()
             return
-        self._end(RequestCancelledError(f"{self} was closed before its end"))
-        if running:
+        error = RequestCancelledError(f"{self} was closed before its end")
+        self._end(error)
+        if not running:
+            self._end_writing(error)
+        elif not self._placed or not self._ended_within(_CLOSE_TIMEOUT_S):  # else run() ends by itself
             self._channel.abort()
-            with self._cond:
-                if not self._cond.wait_for(lambda: not self._running, _CLOSE_TIMEOUT_S):
-                    _log.error("%s: run() does not end; its slots stay quarantined", self)
+            if not self._ended_within(_CLOSE_TIMEOUT_S):
+                _log.error("%s: run() does not end; its slots stay quarantined", self)
+
+    def _ended_within(self, seconds: float) -> bool:
+        with self._cond:
+            return self._cond.wait_for(lambda: not self._running, seconds)
+
+    def _end_writing(self, error: BaseException | None) -> None:
+        """Nobody writes into the slots any more, or after an error, once the sender says so or has ended."""
+        with self._cond:
+            writing, process = self._writing.pop_all(), self._writer
+            self._writer = -1
+        if process < 0:
+            writing.close()
+        elif error is None or writers_word(self._channel, error):
+            os.close(process)
+            writing.close()
+        else:
+            assert self._grant is not None
+            self._grant.hold(process, writing)
 
     def _end(self, error: BaseException) -> None:
         """Keep the first error, give the slots back, wake everybody; does nothing once published."""
@@ -436,6 +490,7 @@ class LayerReceiver:
             yield
         except BaseException as exc:
             self._end(exc)
+            self._end_writing(exc)
             if self._closed and self._error is not None:  # what else went wrong is a consequence
                 raise clean_error(self._error) from exc
             raise

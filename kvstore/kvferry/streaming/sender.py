@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.clock import deadline_in, time_left
@@ -18,24 +17,26 @@ from kvferry.core.errors import (
     KVFerryError,
     ProtocolError,
     RequestCancelledError,
+    StoreError,
     TransferTimeoutError,
-    TransportError,
     error_from_code,
 )
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.streaming.delivery import Delivery, FrameDelivery, LayerPart, SegmentDelivery
 from kvferry.streaming.layout import StreamLayout, clean_error
-from kvferry.wire import Channel
+from kvferry.wire import Channel, SharedArena
 from kvferry.wire.messages import (
     AbortStream,
+    ArenaSegments,
     BeginStream,
     Failure,
     FinishStream,
     Handoff,
     LayerAck,
-    PutLayer,
     StreamDone,
     StreamReady,
+    StreamSlots,
 )
 
 __all__ = ["LayerSender"]
@@ -43,15 +44,6 @@ __all__ = ["LayerSender"]
 _log = logging.getLogger(__name__)
 _ABORT_TIMEOUT_S = 1.0
 _PADDING = bytes(64)
-
-
-@dataclass(slots=True)
-class _Frame:
-    """One layer of some blocks, waiting to be sent; holds the model's memory."""
-
-    layer: int
-    blocks: tuple[int, ...]
-    parts: list[memoryview]
 
 
 class LayerSender:
@@ -76,6 +68,8 @@ class LayerSender:
         name: For thread names and messages; the stream's name by default.
         max_frame_nbytes: A ``put_layer`` with a larger payload is split between blocks: the receiver
             shows that it goes on, and renews its leases, once a frame.
+        arena: The receiver's arena, as far as it is mapped here; with it, KV is written straight into the
+            receiver's slots where it grants them (both ends name :data:`STREAM_CAPABILITIES`).
     """
 
     def __init__(
@@ -86,6 +80,7 @@ class LayerSender:
         *,
         name: str = "",
         max_frame_nbytes: int = 32 << 20,
+        arena: SharedArena | None = None,
     ) -> None:
         self._channel = channel
         self._spec = spec
@@ -93,7 +88,11 @@ class LayerSender:
         self._name = name
         self._max_frame_nbytes = max_frame_nbytes
         self._cond = threading.Condition()
-        self._queue: deque[_Frame] = deque()
+        self._queue: deque[LayerPart] = deque()
+        self._arena = arena
+        self._by_frame: Delivery = FrameDelivery(channel)
+        self._granted: StreamSlots | None = None
+        self._by_segment: Delivery | None = None
         self._layout = StreamLayout(spec, 0, 0)
         self._wanted: frozenset[int] = frozenset()
         self._unsent: list[set[int]] = []  # by layer: blocks that put_layer was not called for yet
@@ -170,16 +169,37 @@ class LayerSender:
             timeout_s=time_left(deadline),
         )
         try:
-            ready = self._channel.call(opening, StreamReady, deadline=deadline)
-            missing = self._granted(ready)
+            missing = self._accepted(self._open(opening, deadline))
         except KVFerryError as exc:
             self._fail(exc)
-            self._channel.abort()
+            self._end_channel()
             raise
         self._start_threads()
         return missing
 
-    def _granted(self, ready: StreamReady) -> frozenset[int]:
+    def _open(self, opening: BeginStream, deadline: float) -> StreamReady:
+        """Send the opening message; what comes before its answer is about the receiver's memory."""
+        if self._arena is None:
+            return self._channel.call(opening, StreamReady, deadline=deadline)
+        self._channel.send(opening, deadline=deadline)
+        while True:
+            incoming = self._channel.receive(deadline)
+            message = incoming.message
+            if isinstance(message, ArenaSegments):
+                try:
+                    self._arena.take(self._channel, incoming, deadline)
+                except StoreError as error:
+                    _log.warning("%s: KV goes by frames: %s", self, error)
+            elif isinstance(message, StreamSlots):
+                self._granted = message
+            elif isinstance(message, StreamReady):
+                return message
+            elif isinstance(message, Failure):
+                raise error_from_code(message.code, f"{self._channel.address}: {message.message}")
+            else:
+                raise ProtocolError(f"{self}: the receiver answered with {message!r}", remote=True)
+
+    def _accepted(self, ready: StreamReady) -> frozenset[int]:
         missing = frozenset(ready.missing)
         wrong = [b for b in missing if not 0 <= b < self._layout.full_blocks]
         if wrong or ready.ring < 1:
@@ -190,6 +210,10 @@ class LayerSender:
         self._wanted = missing | ({self._layout.full_blocks} if self._layout.tail_tokens else set())
         self._unsent = [set(self._wanted) for _ in range(self._layout.layers)]
         self._ring = ready.ring
+        if self._arena is not None and self._arena.epoch and self._granted is not None:
+            self._by_segment = SegmentDelivery(
+                self._channel, self._arena.map, self._granted, self._spec, missing
+            )
         return missing
 
     def _start_threads(self) -> None:
@@ -237,11 +261,9 @@ class LayerSender:
                 self._queue.extend(frames)
                 self._cond.notify_all()
 
-    def _frames(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> list[_Frame]:
+    def _frames(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> list[LayerPart]:
         unsent = self._unsent[layer]
-        frames: list[_Frame] = []
-        numbers: list[int] = []
-        parts: list[memoryview] = []
+        frames: list[LayerPart] = []
         nbytes = 0
         for block, tensors in blocks:
             if not 0 <= block < self._layout.blocks:
@@ -254,16 +276,19 @@ class LayerSender:
                 continue
             views = self._views(layer, block, tensors)
             size = self._layout.payload_nbytes(layer, block)
-            if numbers and nbytes + size > self._max_frame_nbytes:
-                frames.append(_Frame(layer, tuple(numbers), parts))
-                numbers, parts, nbytes = [], [], 0
-            numbers.append(block)
-            parts.extend(views)
+            delivery = self._delivery(block)
+            if not frames or frames[-1].delivery is not delivery or nbytes + size > self._max_frame_nbytes:
+                frames.append(LayerPart(delivery, layer, (), []))
+                nbytes = 0
+            frames[-1].blocks += (block,)
+            frames[-1].parts.extend(views)
             nbytes += size
             unsent.discard(block)
-        if numbers:
-            frames.append(_Frame(layer, tuple(numbers), parts))
         return frames
+
+    def _delivery(self, block: int) -> Delivery:
+        placed = self._by_segment
+        return placed if placed is not None and placed.takes(block) else self._by_frame
 
     def _views(self, layer: int, block: int, tensors: Sequence[Buf]) -> list[memoryview]:
         views = [as_bytes_view(t) for t in tensors]
@@ -283,9 +308,8 @@ class LayerSender:
     def _send_loop(self) -> None:
         try:
             while (frame := self._next_frame()) is not None:
-                message = PutLayer(layer=frame.layer, blocks=frame.blocks)
                 started_at = time.monotonic()
-                self._channel.send(message, frame.parts, deadline=self._deadline)
+                frame.delivery.send(frame, self._deadline)
                 self._wire_s += time.monotonic() - started_at
                 del frame  # waiting for the next one must not hold the memory of this one
             self._send_end()
@@ -294,9 +318,10 @@ class LayerSender:
         except Exception as exc:  # noqa: BLE001 - thread root
             _log.exception("%s: sending failed", self)
             self._fail(exc)
+            self._say_abort(exc)
             self._channel.abort()
 
-    def _next_frame(self) -> _Frame | None:
+    def _next_frame(self) -> LayerPart | None:
         """Wait for a frame and room in the ring; ``None`` once all is acknowledged, or after an error."""
         with self._cond:
             while self._error is None:
@@ -317,16 +342,22 @@ class LayerSender:
             handoff, error = self._handoff, self._error
         if error is None and handoff is not None:
             self._channel.send(FinishStream(handoff=handoff, wire_s=self._wire_s), deadline=self._deadline)
-        elif isinstance(error, RequestCancelledError):
-            with contextlib.suppress(TransportError):
-                self._channel.send(AbortStream(reason=str(error)), deadline=deadline_in(_ABORT_TIMEOUT_S))
-                self._channel.close()
+        elif isinstance(error, RequestCancelledError) or self._granted is not None:
+            self._say_abort(error)
+            self._channel.close()
+
+    def _say_abort(self, reason: BaseException | None) -> None:
+        """Tell the receiver, from the thread that writes: its slots are not written any more."""
+        with contextlib.suppress(KVFerryError):
+            self._channel.send(AbortStream(reason=str(reason)), deadline=deadline_in(_ABORT_TIMEOUT_S))
 
     def _send_failed(self, error: KVFerryError) -> None:
         """Keep ``error``, unless the receiver's own reason is about to arrive: it says more."""
         if isinstance(error, ConnectionClosedError):
             self._acks_ended.wait(_ABORT_TIMEOUT_S)
         self._fail(error)
+        if self._granted is not None:
+            self._say_abort(error)
         self._channel.abort()
 
     def _ack_loop(self) -> None:
@@ -335,17 +366,25 @@ class LayerSender:
                 pass
         except KVFerryError as exc:
             self._fail(exc)
-            self._channel.abort()
+            self._acks_failed()
         except Exception as exc:  # noqa: BLE001 - thread root
             _log.exception("%s: reading acknowledgements failed", self)
             self._fail(exc)
-            self._channel.abort()
+            self._acks_failed()
         finally:
             self._acks_ended.set()
 
+    def _acks_failed(self) -> None:
+        """End the channel, unless the sending thread is about to do it, with a word to the receiver."""
+        if self._granted is None or not self._threads[0].is_alive():
+            self._channel.abort()
+
     def _take_answer(self) -> bool:
         """Take one message; ``False`` after the last."""
-        incoming = self._channel.receive(self._deadline)
+        # not receive(), which would end the channel at the deadline, before the word to the receiver
+        incoming = self._channel.receive_idle(self._deadline)
+        if incoming is None:
+            raise TransferTimeoutError(f"{self}: nothing came from the receiver by the deadline")
         message = incoming.message
         if isinstance(message, Failure):
             raise error_from_code(message.code, f"{self}: the receiver failed: {message.message}")
@@ -410,7 +449,7 @@ class LayerSender:
             )
             self._fail(error)
         if done is None:
-            self._channel.abort()
+            self._end_channel()
         self._join()
         if done is not None:
             return done
@@ -426,11 +465,18 @@ class LayerSender:
         if self._done is not None:
             return
         self._fail(RequestCancelledError(reason))
-        limit = deadline_in(_ABORT_TIMEOUT_S)
-        for thread in self._threads[:1]:  # the sending thread takes leave if it is between two frames
-            thread.join(time_left(limit))
-        self._channel.abort()
+        self._end_channel(wait=True)
         self._join()
+
+    def _end_channel(self, *, wait: bool = False) -> None:
+        """End the channel; first the sending thread takes leave, if it is between two frames."""
+        if self._granted is not None and not self._threads:
+            self._say_abort(self._error)
+        if wait or self._granted is not None:
+            limit = deadline_in(_ABORT_TIMEOUT_S)
+            for thread in self._threads[:1]:
+                thread.join(time_left(limit))
+        self._channel.abort()
 
     def _join(self) -> None:
         limit = deadline_in(_ABORT_TIMEOUT_S)

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from kvferry.core.blockstore import Lease, Namespace, ReadLease, WriteLease
 from kvferry.core.errors import LeaseExpiredError, StoreError
 from kvferry.core.keys import BlockKey
+from kvferry.core.leases import SlotWriteLease
+from kvferry.core.segments import Slot
 
 __all__ = ["BlockSlots"]
 
@@ -104,6 +106,13 @@ class BlockSlots:
     def _require_held(self) -> None:
         if self._given_up:
             raise LeaseExpiredError("the blocks of the stream were given up; it was closed or has failed")
+
+    def addresses(self) -> dict[int, Slot]:
+        """Where the slots of the missing blocks lie, if this store's slots have an address."""
+        with self._lock:
+            if self._given_up or not isinstance(self._write, SlotWriteLease):
+                return {}
+            return {block: self._write.slots[index] for block, index in self._reserved.items()}
 
     # ---- while receiving ------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ import threading
 from kvferry.core.blockstore import BlockStore
 from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import ConnectionClosedError, KVFerryError, ProtocolError, TransferTimeoutError
+from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope, KVSpec
-from kvferry.streaming import LayerReceiver
+from kvferry.streaming import STREAM_CAPABILITIES, LayerReceiver, SegmentGrant, WriterWatch
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire.messages import BeginStream
 
@@ -27,6 +28,7 @@ class DecodeEnd:
         ring: Frames that a sender may have under way.
         timeout_s: How long a stream may take.
         checksum: Whether this end asks for checksums.
+        segments: Whether senders on this machine may write into the slots; takes a store in memory.
     """
 
     def __init__(
@@ -39,7 +41,10 @@ class DecodeEnd:
         ring: int = 8,
         timeout_s: float = 30.0,
         checksum: bool = True,
+        segments: bool = False,
     ) -> None:
+        self._arena = store.arena if segments and isinstance(store, MemoryStore) else None
+        self.watch = WriterWatch()
         self.namespace = store.namespace(spec, scope)
         self._ring = ring
         self._timeout_s = timeout_s
@@ -63,6 +68,7 @@ class DecodeEnd:
     def close(self) -> None:
         """End all streams and join the threads."""
         self._server.close()
+        self.watch.close()
 
     def connect(self, address: str = "") -> Channel:
         """A channel as a prefill worker opens it; ``address`` may add options such as a rate."""
@@ -93,10 +99,14 @@ class DecodeEnd:
             return self._errors.pop(0)
 
     def _options(self, role: str) -> ChannelOptions:
-        return ChannelOptions(role=role, session=f"{role}-end", checksum=self._checksum)
+        capabilities = STREAM_CAPABILITIES if self._arena is not None else ()
+        return ChannelOptions(
+            role=role, session=f"{role}-end", checksum=self._checksum, capabilities=capabilities
+        )
 
     def _serve(self, channel: Channel) -> None:
         """Streams of one connection, one after the other."""
+        grant = SegmentGrant(channel, self._arena, self.watch) if self._arena is not None else None
         while True:
             try:
                 message = channel.receive(deadline_in(self._timeout_s)).message
@@ -104,7 +114,7 @@ class DecodeEnd:
                 return  # between two streams: the sender has no more
             if not isinstance(message, BeginStream):
                 raise ProtocolError(f"{type(message).__name__} where a stream should begin", remote=True)
-            receiver = LayerReceiver(channel, self.namespace, message, ring=self._ring)
+            receiver = LayerReceiver(channel, self.namespace, message, ring=self._ring, grant=grant)
             try:
                 receiver.start()
                 self._receivers.put(receiver)

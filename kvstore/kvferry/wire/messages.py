@@ -30,8 +30,10 @@ __all__ = [
     "Handoff",
     "Hello",
     "LayerAck",
+    "LayerPlaced",
     "Message",
     "Ping",
+    "PlacedSlot",
     "Pong",
     "Prefill",
     "PrefillDone",
@@ -43,6 +45,7 @@ __all__ = [
     "StatusReport",
     "StreamDone",
     "StreamReady",
+    "StreamSlots",
     "TokensOut",
     "Welcome",
 ]
@@ -254,6 +257,33 @@ class AbortStream(Message, frozen=True, tag="abort_stream"):
     reason: str = ""
 
 
+class PlacedSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one block of a stream lies in the receiver's arena."""
+
+    block: Count
+    segment: Count
+    offset: Count
+    generation: Word
+
+
+class StreamSlots(Message, frozen=True, tag="stream_slots"):
+    """Receiver → sender, before :class:`StreamReady`: the slots of missing blocks, which it may write itself.
+
+    The segments were announced on this connection. From here on the receiver does not use the slots
+    again before the sender's :class:`FinishStream` or :class:`AbortStream`, or the end of its process.
+    """
+
+    epoch: str
+    slots: tuple[PlacedSlot, ...]
+
+
+class LayerPlaced(Message, frozen=True, tag="layer_placed"):
+    """In place of :class:`PutLayer`: the layer slices of ``blocks`` are written into their slots."""
+
+    layer: Count
+    blocks: tuple[Count, ...]
+
+
 # ---- engine: gateway and workers -------------------------------------------------------------
 
 
@@ -440,6 +470,8 @@ AnyMessage: TypeAlias = (
     | FinishStream
     | StreamDone
     | AbortStream
+    | StreamSlots
+    | LayerPlaced
     | Describe
     | Description
     | Prefill

@@ -79,6 +79,8 @@ TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
         m.FinishStream: 20,
         m.StreamDone: 21,
         m.AbortStream: 22,
+        m.StreamSlots: 23,
+        m.LayerPlaced: 24,
         m.Describe: 32,
         m.Description: 33,
         m.Prefill: 34,

@@ -168,6 +168,13 @@ def _examples() -> list[Example]:
         Example("cancel", m.Cancel()),
         Example("status", m.Status()),
         Example("status_report", m.StatusReport(role="decode", free_blocks=10, total_blocks=12, running=1)),
+        Example(
+            "stream_slots",
+            m.StreamSlots(
+                epoch="e1", slots=(m.PlacedSlot(block=3, segment=1, offset=1 << 20, generation=7),)
+            ),
+        ),
+        Example("layer_placed", m.LayerPlaced(layer=1, blocks=(0, 3))),
         Example("attach_arena", m.AttachArena(epoch="e1", known=2), b"", 5),
         Example(
             "arena_segments",

@@ -24,6 +24,7 @@ from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
 from kvferry.store import open_store
+from kvferry.streaming import STREAM_CAPABILITIES
 from kvferry.transports import registry as transports
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
@@ -189,6 +190,7 @@ def channel_options(config: Config, role: str) -> ChannelOptions:
         hello_timeout_s=wire.hello_timeout,
         max_meta_nbytes=wire.max_meta,
         max_payload_nbytes=wire.max_payload,
+        capabilities=STREAM_CAPABILITIES,
     )
 
 

@@ -111,6 +111,7 @@ class DecodeWorker:
         self._scheduler.close()
         self._server.close()
         self._kv_server.close()
+        self._streams.close()
         self._engine.store.close()
 
     # ---- ports -----------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class DecodeWorker:
     def _serve_kv(self, channel: Channel) -> None:
         serve_requests(
             channel,
-            {BeginStream: self._streams.serve},
+            {BeginStream: partial(self._streams.serve, grant=self._streams.grant(channel))},
             lambda: self._draining and not len(self._streams),
             self._engine.config.wire.idle_timeout,
         )

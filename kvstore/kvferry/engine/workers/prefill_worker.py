@@ -178,7 +178,8 @@ class PrefillWorker:
         tail_tokens = len(tokens) - len(keys) * engine.kv.block_tokens
         connected_by = earliest(deadline, deadline_in(_CONNECT_TIMEOUT_S))
         with self._pools.channel(message.kv_address, connected_by) as kv_channel:
-            sender = LayerSender(kv_channel, engine.spec, message.scope, name=message.stream)
+            arena = self._pools.arena(message.kv_address, kv_channel)
+            sender = LayerSender(kv_channel, engine.spec, message.scope, name=message.stream, arena=arena)
             with sender:
                 begin = partial(sender.begin, message.stream, keys, tail_tokens, deadline=deadline)
                 self._watched(watch, begin)

@@ -9,8 +9,9 @@ from kvferry.core.blockstore import BlockStore
 from kvferry.core.clock import deadline_in, earliest, time_left
 from kvferry.core.errors import KVFerryError, LeaseExpiredError, RequestCancelledError, RequestError
 from kvferry.core.keys import KEY_NBYTES
+from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope, KVSpec
-from kvferry.streaming import LayerReceiver
+from kvferry.streaming import LayerReceiver, SegmentGrant, WriterWatch
 from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import BeginStream
 
@@ -104,6 +105,7 @@ class StreamTable:
         self._ring = ring
         self._lock = threading.Lock()
         self._expected: dict[str, ExpectedStream] = {}
+        self._watch = WriterWatch()
 
     def __len__(self) -> int:
         with self._lock:
@@ -137,8 +139,13 @@ class StreamTable:
         except LeaseExpiredError as error:
             log.warning("%s", error)
 
-    def serve(self, channel: Channel, incoming: Incoming) -> None:
+    def serve(self, channel: Channel, incoming: Incoming, *, grant: SegmentGrant | None = None) -> None:
         """Receive a stream; runs in the thread that serves the KV connection.
+
+        Args:
+            channel: From the prefill worker.
+            incoming: The opening message.
+            grant: From :meth:`grant`, for this channel.
 
         Raises:
             RequestError: If nobody expects the stream, or it has another length than was announced.
@@ -154,13 +161,22 @@ class StreamTable:
         try:
             self._check(begin, expected)
             namespace = self._store.namespace(self._spec, expected.scope)
-            receiver = LayerReceiver(channel, namespace, begin, ring=self._ring)
+            receiver = LayerReceiver(channel, namespace, begin, ring=self._ring, grant=grant)
             expected.attach(receiver)
             receiver.start()
             receiver.run(earliest(expected.deadline, deadline_in(begin.timeout_s)))
         except KVFerryError as error:
             expected.fail(error)
             raise
+
+    def grant(self, channel: Channel) -> SegmentGrant | None:
+        """Lets a prefill worker of this machine write into the slots itself; one a channel."""
+        store = self._store
+        return SegmentGrant(channel, store.arena, self._watch) if isinstance(store, MemoryStore) else None
+
+    def close(self) -> None:
+        """Forget the processes that are watched, before the store is closed."""
+        self._watch.close()
 
     def _check(self, begin: BeginStream, expected: ExpectedStream) -> None:
         if begin.spec.block_tokens != self._spec.block_tokens:
