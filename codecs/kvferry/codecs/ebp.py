@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvferry.codecs.base import CodecConfig
-from kvferry.codecs.kernels import kernels
+from kvferry.codecs.kernels import EBP, Operation
 from kvferry.codecs.parameters import Parameters
-from kvferry.codecs.tensors import TensorCodec, TensorView
-from kvferry.core.buffers import ByteArray
+from kvferry.codecs.tensors import TensorCodec
 from kvferry.core.errors import CodecError
 from kvferry.core.spec import TensorSpec
 
@@ -36,17 +35,13 @@ class EbpCodec(TensorCodec):
             raise CodecError(
                 f"codec 'ebp': bits is {bits}; write 3 or 4, or leave it out to choose by sample"
             )
+        super().__init__()
         self.bits = bits
 
-    def encode_tensor(self, view: TensorView, tensor: TensorSpec, dst: ByteArray) -> int:
-        """See :meth:`TensorCodec.encode_tensor`."""
+    def operation(self, tensor: TensorSpec) -> Operation:
+        """See :meth:`TensorCodec.operation`."""
         del tensor
-        return kernels().ebp_encode(view, self.bits, dst)
-
-    def decode_tensor(self, view: TensorView, tensor: TensorSpec, src: ByteArray) -> int:
-        """See :meth:`TensorCodec.decode_tensor`."""
-        del tensor
-        return kernels().ebp_decode(view, src)
+        return Operation(EBP, self.bits)
 
     def config(self) -> CodecConfig:
         """``bits``, if it was given."""

@@ -5,46 +5,117 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from kvferry.codecs.native import native
-from kvferry.codecs.tensors import TensorView
-from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import ConfigError
 
-__all__ = ["Kernels", "kernels", "use_kernels"]
+__all__ = [
+    "CHANNEL",
+    "EBP",
+    "FP8",
+    "FP8_PLAIN",
+    "INT4",
+    "INT8",
+    "KEEP",
+    "QUANT",
+    "SPLIT",
+    "TOKEN",
+    "Kernels",
+    "Operation",
+    "Piece",
+    "Plan",
+    "kernels",
+    "use_kernels",
+]
+
+EBP, SPLIT, QUANT = 1, 2, 3
+INT8, INT4, FP8, FP8_PLAIN = 8, 4, 1, 2
+TOKEN, CHANNEL = 1, 2
+
+
+class Operation(NamedTuple):
+    """What is done with a tensor: :data:`EBP`, :data:`SPLIT`, :data:`QUANT`, or 0 to keep it.
+
+    Attributes:
+        code: Which.
+        first: Bits of :data:`EBP` (0: chosen by a sample); kind of :data:`QUANT`.
+        second: :data:`TOKEN` or :data:`CHANNEL`, of :data:`QUANT`.
+        group: Elements of a group, of :data:`QUANT`.
+    """
+
+    code: int
+    first: int = 0
+    second: int = 0
+    group: int = 0
+
+    def __bool__(self) -> bool:
+        return self.code != 0
+
+
+KEEP = Operation(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor, or bytes that are kept, inside a layer slice.
+
+    Attributes:
+        offset: From the start of the slice, in bytes.
+        nbytes: In one slice.
+        operation: What is done with it.
+        rows: Tokens of a slice.
+        cols: Elements of a token.
+        last: Elements of the last axis, a divisor of ``cols``.
+        dtype: 0 for bfloat16, 1 for float16.
+    """
+
+    offset: int
+    nbytes: int
+    operation: Operation = KEEP
+    rows: int = 0
+    cols: int = 0
+    last: int = 0
+    dtype: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The pieces of a layer slice in order, and what kernels derive from them.
+
+    Attributes:
+        pieces: In the order of their sections.
+        slice_nbytes: From one slice to the next.
+        derived: For the kernels that run it.
+    """
+
+    pieces: tuple[Piece, ...]
+    slice_nbytes: int
+    derived: dict[str, object] = field(default_factory=dict, compare=False)
+
+    @functools.cached_property
+    def useful(self) -> bool:
+        """Whether a piece is not just kept; also of a slice of no bytes."""
+        return not self.slice_nbytes or any(piece.operation for piece in self.pieces)
 
 
 class Kernels(Protocol):
-    """Functions that write or read one section of one tensor and give its size.
+    """Encode and decode whole layer slices, one section a piece. Thread safe."""
 
-    Raises:
-        CodecError: If a destination is too small.
-        CorruptBlockError: If a section cannot be decoded.
-    """
+    def encode(self, plan: Plan, src: memoryview, count: int, dst: memoryview) -> int:
+        """Write ``count`` slices to the start of ``dst``; the bytes written.
 
-    def ebp_encode(self, view: TensorView, bits: int, dst: ByteArray) -> int:
-        """Exponent packing with 3 or 4 bits, 0 to choose."""
+        ``dst`` has room for the slices and eight bytes a piece.
+        """
         ...
 
-    def ebp_decode(self, view: TensorView, src: ByteArray) -> int:
-        """The reverse."""
-        ...
+    def decode(self, plan: Plan, src: memoryview, count: int, dst: memoryview) -> None:
+        """The reverse, whichever kernels wrote ``src``.
 
-    def split_encode(self, view: TensorView, dst: ByteArray) -> int:
-        """Split planes, the exponents entropy coded."""
-        ...
-
-    def split_decode(self, view: TensorView, src: ByteArray) -> int:
-        """The reverse, of what either set of kernels wrote."""
-        ...
-
-    def quant_encode(self, view: TensorView, kind: int, axis: int, group: int, dst: ByteArray) -> int:
-        """int8, int4 and fp8; see :mod:`kvferry.codecs.quantised`."""
-        ...
-
-    def quant_decode(self, view: TensorView, kind: int, src: ByteArray) -> int:
-        """The reverse."""
+        Raises:
+            CorruptBlockError: If ``src`` does not hold exactly ``count`` slices.
+        """
         ...
 
 

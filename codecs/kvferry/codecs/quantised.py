@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import ClassVar, Final
 
 from kvferry.codecs.base import CodecConfig
-from kvferry.codecs.fallback.quant import CHANNEL, FP8, FP8_PLAIN, INT4, INT8, TOKEN
-from kvferry.codecs.kernels import kernels
+from kvferry.codecs.kernels import CHANNEL, FP8, FP8_PLAIN, INT4, INT8, QUANT, TOKEN, Operation
 from kvferry.codecs.parameters import Parameters
-from kvferry.codecs.tensors import TensorCodec, TensorView
-from kvferry.core.buffers import ByteArray
+from kvferry.codecs.tensors import TensorCodec
 from kvferry.core.spec import TensorSpec
 
 __all__ = ["Fp8Codec", "Int4Codec", "Int8Codec"]
@@ -30,6 +28,7 @@ class _Quantised(TensorCodec):
     default_bound: ClassVar[float]
 
     def __init__(self, bound: float) -> None:
+        super().__init__()
         self.bound = bound
 
     def error_bound(self, tensor: TensorSpec) -> float:
@@ -45,15 +44,10 @@ class _Quantised(TensorCodec):
         """Whether groups of ``tensor`` run over a token or a channel, and their length."""
         raise NotImplementedError
 
-    def encode_tensor(self, view: TensorView, tensor: TensorSpec, dst: ByteArray) -> int:
-        """See :meth:`TensorCodec.encode_tensor`."""
+    def operation(self, tensor: TensorSpec) -> Operation:
+        """See :meth:`TensorCodec.operation`."""
         axis, group = self.axis_and_group(tensor)
-        return kernels().quant_encode(view, self.kind(), _NUMBERS[axis], group, dst)
-
-    def decode_tensor(self, view: TensorView, tensor: TensorSpec, src: ByteArray) -> int:
-        """See :meth:`TensorCodec.decode_tensor`."""
-        del tensor
-        return kernels().quant_decode(view, self.kind(), src)
+        return Operation(QUANT, self.kind(), _NUMBERS[axis], group)
 
 
 class Int8Codec(_Quantised):

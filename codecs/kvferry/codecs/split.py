@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvferry.codecs.kernels import kernels
-from kvferry.codecs.tensors import TensorCodec, TensorView
-from kvferry.core.buffers import ByteArray
+from kvferry.codecs.kernels import SPLIT, Operation
+from kvferry.codecs.tensors import TensorCodec
 from kvferry.core.spec import TensorSpec
 
 __all__ = ["SplitCodec"]
@@ -20,12 +19,7 @@ class SplitCodec(TensorCodec):
 
     codec_id: ClassVar[str] = "split"
 
-    def encode_tensor(self, view: TensorView, tensor: TensorSpec, dst: ByteArray) -> int:
-        """See :meth:`TensorCodec.encode_tensor`."""
+    def operation(self, tensor: TensorSpec) -> Operation:
+        """See :meth:`TensorCodec.operation`."""
         del tensor
-        return kernels().split_encode(view, dst)
-
-    def decode_tensor(self, view: TensorView, tensor: TensorSpec, src: ByteArray) -> int:
-        """See :meth:`TensorCodec.decode_tensor`."""
-        del tensor
-        return kernels().split_decode(view, src)
+        return Operation(SPLIT)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvferry.codecs.fallback.ebp import ebp_decode, ebp_encode
 from kvferry.codecs.fallback.quant import quant_decode, quant_encode
 from kvferry.codecs.fallback.split import split_decode, split_encode
+from kvferry.codecs.fallback.view import DAMAGED, TensorView, load_raw, store_raw
+from kvferry.codecs.kernels import EBP, QUANT, SPLIT, Piece, Plan
+from kvferry.core.buffers import ByteArray
+from kvferry.core.errors import CorruptBlockError
 
 __all__ = ["NumpyKernels"]
 
@@ -15,9 +21,45 @@ class NumpyKernels:
     Only ``split`` differs from the native ones: it writes zstd in place of Huffman codes, and reads both.
     """
 
-    ebp_encode = staticmethod(ebp_encode)
-    ebp_decode = staticmethod(ebp_decode)
-    split_encode = staticmethod(split_encode)
-    split_decode = staticmethod(split_decode)
-    quant_encode = staticmethod(quant_encode)
-    quant_decode = staticmethod(quant_decode)
+    def encode(self, plan: Plan, src: memoryview, count: int, dst: memoryview) -> int:
+        """See :class:`kvferry.codecs.kernels.Kernels`."""
+        data = np.frombuffer(src, np.uint8).reshape(count, plan.slice_nbytes)
+        out, at = np.frombuffer(dst, np.uint8), 0
+        for piece in plan.pieces:
+            at += _encode(_view(data, piece), piece, out[at:])
+        return at
+
+    def decode(self, plan: Plan, src: memoryview, count: int, dst: memoryview) -> None:
+        """See :class:`kvferry.codecs.kernels.Kernels`."""
+        data = np.frombuffer(dst, np.uint8).reshape(count, plan.slice_nbytes)
+        encoded, at = np.frombuffer(src, np.uint8), 0
+        for piece in plan.pieces:
+            at += _decode(_view(data, piece), piece, encoded[at:])
+        if at != len(src):
+            raise CorruptBlockError(DAMAGED)
+
+
+def _view(data: ByteArray, piece: Piece) -> TensorView:
+    return TensorView(data, piece.offset, piece.nbytes, piece.rows, piece.cols, piece.last, piece.dtype)
+
+
+def _encode(view: TensorView, piece: Piece, dst: ByteArray) -> int:
+    code, first, second, group = piece.operation
+    if code == EBP:
+        return ebp_encode(view, first, dst)
+    if code == SPLIT:
+        return split_encode(view, dst)
+    if code == QUANT:
+        return quant_encode(view, first, second, group, dst)
+    return store_raw(view, dst)
+
+
+def _decode(view: TensorView, piece: Piece, src: ByteArray) -> int:
+    code, first, _, _ = piece.operation
+    if code == EBP:
+        return ebp_decode(view, src)
+    if code == SPLIT:
+        return split_decode(view, src)
+    if code == QUANT:
+        return quant_decode(view, first, src)
+    return load_raw(view, src)

@@ -8,8 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.codecs.fallback.bits import join_planes, pack3, pack4, unpack3, unpack4
-from kvferry.codecs.fallback.raw import load_raw, store_raw
-from kvferry.codecs.tensors import RAW, SECTION_NBYTES, Elements, TensorView, header, parse_header
+from kvferry.codecs.fallback.view import (
+    DAMAGED,
+    RAW,
+    SECTION_NBYTES,
+    Elements,
+    TensorView,
+    header,
+    load_raw,
+    parse_header,
+    store_raw,
+)
 from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import CorruptBlockError
 
@@ -21,7 +30,7 @@ _GROUP: Final = 32
 
 
 def ebp_encode(view: TensorView, bits: int, dst: ByteArray) -> int:
-    """As :meth:`kvferry.codecs.native.kernels.Kernels.ebp_encode`."""
+    """As ``ebp_encode`` of the native library."""
     total, raw = view.count * view.nbytes // 2, SECTION_NBYTES + view.count * view.nbytes
     if not total or SECTION_NBYTES + view.cols > raw:
         return store_raw(view, dst)
@@ -53,14 +62,14 @@ def ebp_encode(view: TensorView, bits: int, dst: ByteArray) -> int:
 
 
 def ebp_decode(view: TensorView, src: ByteArray) -> int:
-    """As :meth:`kvferry.codecs.native.kernels.Kernels.ebp_decode`."""
+    """As ``ebp_decode`` of the native library."""
     bits, _, _, count = parse_header(src)
     if bits == RAW:
         return load_raw(view, src)
     total = view.count * view.nbytes // 2
     end = SECTION_NBYTES + view.cols + (_plane_nbytes(view, bits) if bits in (3, 4) else 0)
     if bits not in (3, 4) or not total or len(src) < end + count:
-        raise CorruptBlockError("an encoded tensor cannot be decoded: its section is damaged")
+        raise CorruptBlockError(DAMAGED)
     base = src[SECTION_NBYTES : SECTION_NBYTES + view.cols]
     at = SECTION_NBYTES + view.cols
     low = src[at : at + total].reshape(view.count, view.rows, view.cols)

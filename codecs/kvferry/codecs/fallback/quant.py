@@ -20,15 +20,22 @@ from kvferry.codecs.fallback.floats import (
     sortable,
     value_of,
 )
-from kvferry.codecs.fallback.raw import DAMAGED, load_raw, store_raw
-from kvferry.codecs.tensors import RAW, SECTION_NBYTES, TensorView, header, parse_header
+from kvferry.codecs.fallback.view import (
+    DAMAGED,
+    RAW,
+    SECTION_NBYTES,
+    TensorView,
+    header,
+    load_raw,
+    parse_header,
+    store_raw,
+)
+from kvferry.codecs.kernels import CHANNEL, FP8, FP8_PLAIN, INT4, INT8, TOKEN
 from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import CorruptBlockError
 
-__all__ = ["CHANNEL", "FP8", "FP8_PLAIN", "INT4", "INT8", "TOKEN", "quant_decode", "quant_encode"]
+__all__ = ["quant_decode", "quant_encode"]
 
-INT8, INT4, FP8, FP8_PLAIN = 8, 4, 1, 2
-TOKEN, CHANNEL = 1, 2
 _KEPT: Final = 0xFFFF
 _MOST_INT4: Final = 127
 _LEVELS: Final = {INT8: np.float32(127), FP8: np.float32(448)}
@@ -51,7 +58,7 @@ class _Sizes(NamedTuple):
 
 
 def quant_encode(view: TensorView, kind: int, axis: int, group: int, dst: ByteArray) -> int:
-    """As :meth:`kvferry.codecs.native.kernels.Kernels.quant_encode`."""
+    """As ``quant_encode`` of the native library."""
     raw = SECTION_NBYTES + view.count * view.nbytes
     if not _valid(view, kind, axis, group):
         return store_raw(view, dst)
@@ -78,7 +85,7 @@ def quant_encode(view: TensorView, kind: int, axis: int, group: int, dst: ByteAr
 
 
 def quant_decode(view: TensorView, kind: int, src: ByteArray) -> int:
-    """As :meth:`kvferry.codecs.native.kernels.Kernels.quant_decode`."""
+    """As ``quant_decode`` of the native library."""
     mode, axis, group, _ = parse_header(src)
     if mode == RAW:
         return load_raw(view, src)

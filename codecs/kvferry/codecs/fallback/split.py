@@ -9,15 +9,23 @@ import numpy.typing as npt
 import zstandard
 
 from kvferry.codecs.fallback.bits import join_planes
-from kvferry.codecs.fallback.raw import DAMAGED, load_raw, store_raw
-from kvferry.codecs.tensors import RAW, SECTION_NBYTES, TensorView, header, parse_header
+from kvferry.codecs.fallback.view import (
+    DAMAGED,
+    RAW,
+    SECTION_NBYTES,
+    TensorView,
+    header,
+    load_raw,
+    parse_header,
+    store_raw,
+)
 from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import CorruptBlockError
 
-__all__ = ["ZSTD_MODE", "split_decode", "split_encode"]
+__all__ = ["split_decode", "split_encode"]
 
-HUFFMAN_MODE: Final = 1
-ZSTD_MODE: Final = 2
+_HUFFMAN: Final = 1
+_ZSTD: Final = 2
 _BITS: Final = 11
 _LENGTHS_NBYTES: Final = 128
 _STREAM: Final = 1 << 14
@@ -33,7 +41,7 @@ def split_encode(view: TensorView, dst: ByteArray) -> int:
     end = SECTION_NBYTES + total + len(packed)
     if end >= SECTION_NBYTES + 2 * total:
         return store_raw(view, dst)
-    dst[:SECTION_NBYTES] = np.frombuffer(header(ZSTD_MODE, number=len(packed)), np.uint8)
+    dst[:SECTION_NBYTES] = np.frombuffer(header(_ZSTD, number=len(packed)), np.uint8)
     dst[SECTION_NBYTES : SECTION_NBYTES + total] = (elements << 1 | elements >> 15).astype(np.uint8)
     dst[SECTION_NBYTES + total : end] = np.frombuffer(packed, np.uint8)
     return end
@@ -49,11 +57,11 @@ def split_decode(view: TensorView, src: ByteArray) -> int:
     if mode == RAW:
         return load_raw(view, src)
     total = view.count * view.nbytes // 2
-    if mode == ZSTD_MODE:
+    if mode == _ZSTD:
         start = SECTION_NBYTES
         high = _unzstd(src[start + total : start + total + payload], total, payload)
         end = start + total + payload
-    elif mode == HUFFMAN_MODE:
+    elif mode == _HUFFMAN:
         start = SECTION_NBYTES + _LENGTHS_NBYTES
         high, end = _unhuffman(src, total, streams, payload)
     else:

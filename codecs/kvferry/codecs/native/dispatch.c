@@ -37,27 +37,61 @@ static const kvc_kernels *chosen(void) {
 KVC_EXPORT int kvc_abi(void) { return KVC_ABI; }
 KVC_EXPORT const char *kvc_instructions(void) { return chosen()->name; }
 
-#define KVC_TENSOR ((kvc_tensor){data, count, stride, rows, cols, dtype})
-#define KVC_WHAT const uint8_t *data, size_t count, size_t stride, size_t rows, size_t cols, int dtype
+// Bytes that are kept as they are: the header of a section, then those of each slice.
+static int64_t keep(const kvc_piece *p, const uint8_t *data, size_t count, size_t stride, uint8_t *dst, size_t capacity) {
+    const size_t n = KVC_SECTION + p->nbytes * count;
+    if (capacity < n) return KVC_SPACE;
+    kvc_header(dst, 0, 0, 0, 0);
+    for (size_t i = 0; i < count; i++) memcpy(dst + KVC_SECTION + i * p->nbytes, data + i * stride, p->nbytes);
+    return (int64_t)n;
+}
+static int64_t restore(const kvc_piece *p, uint8_t *data, size_t count, size_t stride, const uint8_t *src, size_t nbytes) {
+    const size_t n = KVC_SECTION + p->nbytes * count;
+    if (nbytes < n || src[0]) return KVC_CORRUPT;
+    for (size_t i = 0; i < count; i++) memcpy(data + i * stride, src + KVC_SECTION + i * p->nbytes, p->nbytes);
+    return (int64_t)n;
+}
 
-KVC_EXPORT int64_t kvc_ebp_encode(KVC_WHAT, int bits, uint8_t *dst, size_t capacity) {
-    return chosen()->ebp_encode(&KVC_TENSOR, bits, dst, capacity);
+// Encode `count` slices to one section a piece. Returns the bytes of all sections.
+KVC_EXPORT int64_t kvc_encode(
+    const kvc_piece *pieces, size_t number, const uint8_t *src, size_t count, size_t stride, uint8_t *dst, size_t capacity) {
+    const kvc_kernels *k = chosen();
+    size_t at = 0;
+    for (size_t i = 0; i < number; i++) {
+        const kvc_piece *p = &pieces[i];
+        const kvc_tensor t = {src + p->offset, count, stride, p->rows, p->cols, p->dtype};
+        int64_t used;
+        switch (p->operation) {
+        case KVC_EBP: used = k->ebp_encode(&t, p->first, dst + at, capacity - at); break;
+        case KVC_SPLIT: used = k->split_encode(&t, dst + at, capacity - at); break;
+        case KVC_QUANT: used = k->quant_encode(&t, p->first, p->second, p->last, p->group, dst + at, capacity - at); break;
+        default: used = keep(p, t.data, count, stride, dst + at, capacity - at);
+        }
+        if (used < 0) return used;
+        at += (size_t)used;
+    }
+    return (int64_t)at;
 }
-KVC_EXPORT int64_t kvc_ebp_decode(KVC_WHAT, const uint8_t *src, size_t nbytes) {
-    return chosen()->ebp_decode(&KVC_TENSOR, src, nbytes);
-}
-KVC_EXPORT int64_t kvc_split_encode(KVC_WHAT, uint8_t *dst, size_t capacity) {
-    return chosen()->split_encode(&KVC_TENSOR, dst, capacity);
-}
-KVC_EXPORT int64_t kvc_split_decode(KVC_WHAT, const uint8_t *src, size_t nbytes) {
-    return chosen()->split_decode(&KVC_TENSOR, src, nbytes);
-}
-KVC_EXPORT int64_t kvc_quant_encode(
-    KVC_WHAT, int kind, int axis, size_t last, size_t group, uint8_t *dst, size_t capacity) {
-    return chosen()->quant_encode(&KVC_TENSOR, kind, axis, last, group, dst, capacity);
-}
-KVC_EXPORT int64_t kvc_quant_decode(KVC_WHAT, int kind, size_t last, const uint8_t *src, size_t nbytes) {
-    return chosen()->quant_decode(&KVC_TENSOR, kind, last, src, nbytes);
+
+// Decode all of `src`, one section a piece, into `count` slices. Returns nbytes, or why not.
+KVC_EXPORT int64_t kvc_decode(
+    const kvc_piece *pieces, size_t number, uint8_t *dst, size_t count, size_t stride, const uint8_t *src, size_t nbytes) {
+    const kvc_kernels *k = chosen();
+    size_t at = 0;
+    for (size_t i = 0; i < number; i++) {
+        const kvc_piece *p = &pieces[i];
+        const kvc_tensor t = {dst + p->offset, count, stride, p->rows, p->cols, p->dtype};
+        int64_t used;
+        switch (p->operation) {
+        case KVC_EBP: used = k->ebp_decode(&t, src + at, nbytes - at); break;
+        case KVC_SPLIT: used = k->split_decode(&t, src + at, nbytes - at); break;
+        case KVC_QUANT: used = k->quant_decode(&t, p->first, p->last, src + at, nbytes - at); break;
+        default: used = restore(p, dst + p->offset, count, stride, src + at, nbytes - at);
+        }
+        if (used < 0) return used;
+        at += (size_t)used;
+    }
+    return at == nbytes ? (int64_t)at : KVC_CORRUPT;
 }
 // dst and src do not overlap
 KVC_EXPORT void kvc_copy(uint8_t *dst, const uint8_t *src, size_t nbytes) { copy_past_caches(dst, src, nbytes); }

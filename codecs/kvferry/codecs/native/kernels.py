@@ -1,86 +1,93 @@
-"""The kernels as Python functions over :class:`~kvferry.codecs.tensors.TensorView`."""
+"""The native library as :class:`kvferry.codecs.kernels.Kernels`."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+from typing import Any, Final, cast
 
-from kvferry.codecs.fallback.split import ZSTD_MODE, split_decode
-from kvferry.codecs.tensors import TensorView
-from kvferry.core.buffers import ByteArray
+import numpy as np
+
+from kvferry.codecs.kernels import Plan
 from kvferry.core.errors import CodecError, CorruptBlockError
 
 __all__ = ["NativeKernels"]
 
-_TENSOR: Final = (ctypes.c_void_p, *(ctypes.c_size_t,) * 4, ctypes.c_int)
-_BYTES: Final = (ctypes.c_void_p, ctypes.c_size_t)
-_CORRUPT: Final = -1
+_CORRUPT, _OTHER = -1, -3
+_DERIVED: Final = "native"
+
+
+class _Piece(ctypes.Structure):
+    """``kvc_piece`` of kvc.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("offset", "nbytes", "rows", "cols", "last", "group")),
+        *((name, ctypes.c_int32) for name in ("dtype", "operation", "first", "second")),
+    )
 
 
 class NativeKernels:
-    """The functions of one library, with their types.
-
-    Every method takes a view and a buffer, writes or reads one section and gives its size. Raises
-    :class:`CodecError` if the buffer is too small, :class:`CorruptBlockError` if a section cannot be decoded.
-    """
+    """One call into C for all tensors of the slices, with the GIL released."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._functions = {}
-        for name, extra in (
-            ("ebp_encode", (ctypes.c_int,)),
-            ("ebp_decode", ()),
-            ("split_encode", ()),
-            ("split_decode", ()),
-            ("quant_encode", (ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)),
-            ("quant_decode", (ctypes.c_int, ctypes.c_size_t)),
-        ):
-            function = library[f"kvc_{name}"]
-            function.argtypes = (*_TENSOR, *extra, *_BYTES)
+        self._encode = library.kvc_encode
+        self._decode = library.kvc_decode
+        for function in (self._encode, self._decode):
+            # addresses and sizes as plain numbers: converting them costs less than objects of their own
+            function.argtypes = (
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_size_t,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+            )
             function.restype = ctypes.c_int64
-            self._functions[name] = function
 
-    def ebp_encode(self, view: TensorView, bits: int, dst: ByteArray) -> int:
-        """Exponent packing with 3 or 4 bits, 0 to choose."""
-        return self._call("ebp_encode", view, (bits,), dst)
+    def encode(self, plan: Plan, src: memoryview, count: int, dst: memoryview) -> int:
+        """See :class:`kvferry.codecs.kernels.Kernels`."""
+        pieces, number = _pieces(plan)
+        found = self._encode(pieces, number, _address(src), count, plan.slice_nbytes, _address(dst), len(dst))
+        if found < 0:
+            raise CodecError(f"the output of {len(dst)} bytes is too small for {count} slices")
+        return int(found)
 
-    def ebp_decode(self, view: TensorView, src: ByteArray) -> int:
-        """The reverse."""
-        return self._call("ebp_decode", view, (), src)
+    def decode(self, plan: Plan, src: memoryview, count: int, dst: memoryview) -> None:
+        """See :class:`kvferry.codecs.kernels.Kernels`."""
+        pieces, number = _pieces(plan)
+        found = self._decode(pieces, number, _address(dst), count, plan.slice_nbytes, _address(src), len(src))
+        if found == _OTHER:
+            from kvferry.codecs.fallback import NumpyKernels
 
-    def split_encode(self, view: TensorView, dst: ByteArray) -> int:
-        """Split planes with Huffman codes."""
-        return self._call("split_encode", view, (), dst)
+            NumpyKernels().decode(plan, src, count, dst)
+        elif found < 0:
+            raise CorruptBlockError("encoded slices cannot be decoded: a section is damaged")
 
-    def split_decode(self, view: TensorView, src: ByteArray) -> int:
-        """The reverse; what numpy wrote has zstd in it and is read by numpy."""
-        if len(src) and src[0] == ZSTD_MODE:
-            return split_decode(view, src)
-        return self._call("split_decode", view, (), src)
 
-    def quant_encode(self, view: TensorView, kind: int, axis: int, group: int, dst: ByteArray) -> int:
-        """int8, int4 and fp8; see :mod:`kvferry.codecs.quantised`."""
-        return self._call("quant_encode", view, (kind, axis, view.last, group), dst)
-
-    def quant_decode(self, view: TensorView, kind: int, src: ByteArray) -> int:
-        """The reverse."""
-        return self._call("quant_decode", view, (kind, view.last), src)
-
-    def _call(self, name: str, view: TensorView, extra: tuple[int, ...], buffer: ByteArray) -> int:
-        found = int(
-            self._functions[name](
-                view.data.ctypes.data,
-                view.count,
-                view.stride,
-                view.rows,
-                view.cols,
-                view.dtype,
-                *extra,
-                buffer.ctypes.data,
-                len(buffer),
+def _pieces(plan: Plan) -> tuple[int, int]:
+    """Address and number of the pieces as C has them, made once a plan."""
+    held = plan.derived.get(_DERIVED)
+    if held is None:
+        array = (_Piece * len(plan.pieces))(
+            *(
+                _Piece(
+                    piece.offset,
+                    piece.nbytes,
+                    piece.rows,
+                    piece.cols,
+                    piece.last,
+                    piece.operation.group,
+                    piece.dtype,
+                    piece.operation.code,
+                    piece.operation.first,
+                    piece.operation.second,
+                )
+                for piece in plan.pieces
             )
         )
-        if found >= 0:
-            return found
-        if found == _CORRUPT:
-            raise CorruptBlockError("an encoded tensor cannot be decoded: its section is damaged")
-        raise CodecError(f"the output of {len(buffer)} bytes is too small for the tensor")
+        held = plan.derived[_DERIVED] = (ctypes.addressof(array), len(array), array)
+    return cast("Any", held)[:2]
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0

@@ -1,9 +1,11 @@
 // The native kernels of kvferry's codecs: what every translation unit shares.
 //
 // A kernel works on one tensor of `count` layer slices: slice i has the tensor's `rows` x `cols` elements of two
-// bytes (bfloat16 or float16, little-endian) at src + i * stride. It writes or reads one section of an encoded
+// bytes (bfloat16 or float16, little-endian) at data + i * stride. It writes or reads one section of an encoded
 // frame; docs/codecs.md describes the sections. No pointer needs an alignment. Every function returns the size of
 // the section, or a negative number: KVC_CORRUPT, KVC_SPACE. Nothing outside [dst, dst + capacity) is touched.
+//
+// The exported functions take a whole layer at once: a list of pieces, each a tensor or bytes that are kept.
 #ifndef KVC_H
 #define KVC_H
 
@@ -11,13 +13,21 @@
 #include <stdint.h>
 #include <string.h>
 
-#define KVC_ABI 1
+#define KVC_ABI 2
 #define KVC_CORRUPT (-1)
 #define KVC_SPACE (-2)
+#define KVC_OTHER (-3) // a section that the code without native kernels wrote, and only it reads
 #define KVC_SECTION 8 // bytes of a section's header: mode u8, parameter u8, u16, number u32
 
 enum { KVC_BF16 = 0, KVC_FP16 = 1 };
 enum { KVC_TOKEN = 1, KVC_CHANNEL = 2 };
+enum { KVC_KEEP = 0, KVC_EBP = 1, KVC_SPLIT = 2, KVC_QUANT = 3 };
+
+// One part of a layer slice and what to do with it; mirrored in kernels.py.
+typedef struct {
+    uint64_t offset, nbytes, rows, cols, last, group; // bytes inside the slice; the others count elements
+    int32_t dtype, operation, first, second;          // EBP: bits; QUANT: kind, axis
+} kvc_piece;
 
 typedef struct {
     const uint8_t *data; // of the first slice; cast away const where it is the destination

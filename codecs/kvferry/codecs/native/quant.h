@@ -9,145 +9,154 @@
 // Codes: bytes in the order of the elements. int4: two in a byte, the lower one of the first half of the group, the
 // upper one of the second; by channel the halves are rows.
 #include "floats.h"
-#include "simd.h"
 
 enum { INT8 = 8, INT4 = 4, FP8 = 1, FP8_PLAIN = 2 }; // FP8_PLAIN: no scale
-enum { KEPT = 0xffff, TILE = 128 };
-
-#define QUANT_INLINE static inline __attribute__((always_inline))
-
-QUANT_INLINE uint16_t infinity(int fp16) { return fp16 ? 0x7c00 : 0x7f80; }
-
-// A largest magnitude that can be scaled: finite, and far enough from both ends of float32.
-QUANT_INLINE int scalable(uint16_t magnitude, int fp16) {
-    return fp16 ? magnitude < 0x7c00 : magnitude == 0 || (magnitude >= 0x0880 && magnitude < 0x7e80);
-}
-QUANT_INLINE float levels(int kind) { return kind == INT8 ? 127.f : 448.f; }
-
-QUANT_INLINE uint8_t code_of(float scaled, int kind) {
-    if (kind != INT8) return fp8_of(scaled);
-    int32_t q = nearest(scaled);
-    q = q > 127 ? 127 : q < -127 ? -127 : q;
-    return (uint8_t)(int8_t)q;
-}
-QUANT_INLINE float code_value(uint8_t q, int kind) { return kind == INT8 ? (float)(int8_t)q : fp8_value(q); }
-
-// ---- by token ----------------------------------------------------------------------------------------------------
-
-// One group of int8 or fp8; 0 if it is to be kept.
-QUANT_INLINE int scaled_encode(const uint8_t *p, size_t n, int kind, int fp16, uint8_t *parameter, uint8_t *q) {
-    uint16_t top = 0;
-    for (size_t i = 0; i < n; i++) {
-        const uint16_t a = kvc_u16(p + 2 * i) & 0x7fff;
-        top = a > top ? a : top;
-    }
-    if (!scalable(top, fp16)) return 0;
-    const uint16_t scale = top ? bf16_above(value_of(top, fp16) / levels(kind)) : 0;
-    const float k = top ? 1.f / bf16_value(scale) : 0.f;
-    kvc_put16(parameter, scale);
-    for (size_t i = 0; i < n; i++) q[i] = code_of(value_of(kvc_u16(p + 2 * i), fp16) * k, kind);
-    return 1;
-}
-QUANT_INLINE void scaled_decode(uint8_t *d, size_t n, int kind, int fp16, const uint8_t *parameter, const uint8_t *q) {
-    const float scale = bf16_value(kvc_u16(parameter));
-    for (size_t i = 0; i < n; i++) kvc_put16(d + 2 * i, of_value(code_value(q[i], kind) * scale, fp16));
-}
-
-QUANT_INLINE int32_t int4_code(float f) {
-    const int32_t q = nearest(f);
-    return q > 15 ? 15 : q < 0 ? 0 : q;
-}
-// Step and its inverse for a range; 0 if the group is to be kept.
-QUANT_INLINE int int4_step(int16_t low, int16_t high, int fp16, uint16_t *step, float *inverse) {
-    const uint16_t a = unsortable(low) & 0x7fff, b = unsortable(high) & 0x7fff;
-    if (a >= (fp16 ? 0x7c00 : 0x7e80) || b >= (fp16 ? 0x7c00 : 0x7e80)) return 0;
-    const float range = value_of(unsortable(high), fp16) - value_of(unsortable(low), fp16);
-    if (range != 0 && range < 0x1p-100f) return 0;
-    *step = bf16_of(range / 15.f);
-    *inverse = range != 0 ? 1.f / bf16_value(*step) : 0.f;
-    return 1;
-}
-QUANT_INLINE int int4_encode(const uint8_t *p, size_t n, int fp16, uint8_t *parameter, uint8_t *q) {
-    int16_t low = sortable(kvc_u16(p)), high = low;
-    for (size_t i = 0; i < n; i++) {
-        const int16_t s = sortable(kvc_u16(p + 2 * i));
-        low = s < low ? s : low;
-        high = s > high ? s : high;
-    }
-    uint16_t step;
-    float k;
-    if (!int4_step(low, high, fp16, &step, &k)) return 0;
-    kvc_put16(parameter, step);
-    kvc_put16(parameter + 2, unsortable(low));
-    const float lowest = value_of(unsortable(low), fp16);
-    const size_t half = (n + 1) / 2;
-    int32_t code[TILE];
-    for (size_t i = 0; i < n; i++) code[i] = int4_code((value_of(kvc_u16(p + 2 * i), fp16) - lowest) * k);
-    if (n & 1) code[n] = 0;
-    for (size_t i = 0; i < half; i++) q[i] = (uint8_t)(code[i] | code[half + i] << 4);
-    return 1;
-}
-QUANT_INLINE void int4_decode(uint8_t *d, size_t n, int fp16, const uint8_t *parameter, const uint8_t *q) {
-    const float step = bf16_value(kvc_u16(parameter)), lowest = value_of(kvc_u16(parameter + 2), fp16);
-    const size_t half = (n + 1) / 2;
-    for (size_t i = 0; i < half; i++) kvc_put16(d + 2 * i, of_value((float)(q[i] & 15) * step + lowest, fp16));
-    for (size_t i = half; i < n; i++) kvc_put16(d + 2 * i, of_value((float)(q[i - half] >> 4) * step + lowest, fp16));
-}
-
-QUANT_INLINE int token_encode1(const uint8_t *p, size_t n, int kind, int fp16, uint8_t *parameter, uint8_t *q) {
-    if (kind == INT4) return n == 32 ? int4_encode(p, 32, fp16, parameter, q)
-                           : n == 64 ? int4_encode(p, 64, fp16, parameter, q) : int4_encode(p, n, fp16, parameter, q);
-    return n == 64 ? scaled_encode(p, 64, kind, fp16, parameter, q)
-         : n == 128 ? scaled_encode(p, 128, kind, fp16, parameter, q) : scaled_encode(p, n, kind, fp16, parameter, q);
-}
-QUANT_INLINE void token_decode1(uint8_t *d, size_t n, int kind, int fp16, const uint8_t *parameter, const uint8_t *q) {
-    if (kind == INT4) {
-        if (n == 32) int4_decode(d, 32, fp16, parameter, q);
-        else if (n == 64) int4_decode(d, 64, fp16, parameter, q);
-        else int4_decode(d, n, fp16, parameter, q);
-    } else if (n == 64) scaled_decode(d, 64, kind, fp16, parameter, q);
-    else if (n == 128) scaled_decode(d, 128, kind, fp16, parameter, q);
-    else scaled_decode(d, n, kind, fp16, parameter, q);
-}
+enum { KEPT = 0xffff, TILE = 128, BATCH = 64 };
 
 typedef struct { uint8_t *parameter, *code, *kept, *end; uint32_t count; } quant_out;
 
-QUANT_INLINE int token_encode(const kvc_tensor *t, int kind, int fp16, size_t last, size_t group, quant_out *o) {
-    const size_t size = kind == INT4 ? 4 : 2, n = kvc_elements(t);
+// A largest magnitude that can be scaled: finite, and far enough from both ends of float32.
+KVC_INLINE int scalable(uint16_t magnitude, int fp16) {
+    return fp16 ? magnitude < 0x7c00 : magnitude == 0 || (magnitude >= 0x0880 && magnitude < 0x7e80);
+}
+// Scale and its inverse for the largest magnitude of a group; KEPT if it cannot be scaled.
+KVC_INLINE uint16_t scale_of(uint16_t top, int kind, int fp16, float *inverse) {
+    if (!scalable(top, fp16)) { *inverse = 0; return KEPT; }
+    const uint16_t scale = top ? bf16_above(value_of(top, fp16) / (kind == INT8 ? 127.f : 448.f)) : 0;
+    *inverse = top ? 1.f / bf16_value(scale) : 0.f;
+    return scale;
+}
+// The same for the range of a group of int4.
+KVC_INLINE uint16_t step_of(int16_t low, int16_t high, int fp16, float *inverse) {
+    const uint16_t limit = fp16 ? 0x7c00 : 0x7e80;
+    *inverse = 0;
+    if ((unsortable(low) & 0x7fff) >= limit || (unsortable(high) & 0x7fff) >= limit) return KEPT;
+    const float range = value_of(unsortable(high), fp16) - value_of(unsortable(low), fp16);
+    if (range == 0) return 0;
+    if (range < 0x1p-100f) return KEPT;
+    const uint16_t step = bf16_of(range / 15.f);
+    *inverse = 1.f / bf16_value(step);
+    return step;
+}
+
+KVC_INLINE uint8_t code_of(float scaled, int kind) { return kind == INT8 ? (uint8_t)nearest(scaled) : fp8_of(scaled); }
+KVC_INLINE ux fx_codes(fx scaled, int kind) { return kind == INT8 ? fx_nearest(scaled) : fx_fp8(scaled); }
+KVC_INLINE float code_value(uint8_t q, int kind) { return kind == INT8 ? (float)(int8_t)q : fp8_value(q); }
+KVC_INLINE fx fx_code_values(const uint8_t *q, int kind) { return kind == INT8 ? fx_int8(q) : fx_fp8_value(q); }
+
+// ---- by token: groups lie one behind the other, and are worked on in batches, so that their divisions overlap ------
+
+KVC_INLINE void scaled_encode(const uint8_t *p, size_t n, int kind, int fp16, float k, uint8_t *q) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) store_bytes(q + i, fx_codes(load_values(p + 2 * i, fp16) * k, kind));
+    for (; i < n; i++) q[i] = code_of(value_of(kvc_u16(p + 2 * i), fp16) * k, kind);
+}
+KVC_INLINE void scaled_decode(uint8_t *d, size_t n, int kind, int fp16, float scale, const uint8_t *q) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) store_values(d + 2 * i, fx_code_values(q + i, kind) * scale, fp16);
+    for (; i < n; i++) kvc_put16(d + 2 * i, of_value(code_value(q[i], kind) * scale, fp16));
+}
+KVC_INLINE void int4_encode(const uint8_t *p, size_t n, int fp16, float lowest, float k, uint8_t *q) {
+    const size_t half = (n + 1) / 2, both = n / 2; // pairs; of an odd group the last one has no second half
+    const uint8_t *p2 = p + 2 * half;
+    size_t i = 0;
+    for (; i + LANES <= both; i += LANES) {
+        const ux a = fx_nearest((load_values(p + 2 * i, fp16) - lowest) * k);
+        const ux b = fx_nearest((load_values(p2 + 2 * i, fp16) - lowest) * k);
+        store_bytes(q + i, a | b << 4);
+    }
+    for (; i < half; i++) {
+        const uint32_t a = (uint32_t)nearest((value_of(kvc_u16(p + 2 * i), fp16) - lowest) * k);
+        const uint32_t b = i < both ? (uint32_t)nearest((value_of(kvc_u16(p2 + 2 * i), fp16) - lowest) * k) : 0;
+        q[i] = (uint8_t)(a | b << 4);
+    }
+}
+KVC_INLINE void int4_decode(uint8_t *d, size_t n, int fp16, float step, float lowest, const uint8_t *q) {
+    const size_t half = (n + 1) / 2, both = n / 2;
+    uint8_t *d2 = d + 2 * half;
+    size_t i = 0;
+    for (; i + LANES <= both; i += LANES) {
+        store_values(d + 2 * i, fx_lower(q + i) * step + lowest, fp16);
+        store_values(d2 + 2 * i, fx_upper(q + i) * step + lowest, fp16);
+    }
+    for (; i < half; i++) {
+        kvc_put16(d + 2 * i, of_value((float)(q[i] & 15) * step + lowest, fp16));
+        if (i < both) kvc_put16(d2 + 2 * i, of_value((float)(q[i] >> 4) * step + lowest, fp16));
+    }
+}
+
+typedef struct { const uint8_t *p[BATCH]; uint32_t n[BATCH]; int held; } quant_batch;
+
+KVC_INLINE int batch_encode(const quant_batch *b, int kind, int fp16, quant_out *o) {
+    uint16_t parameter[BATCH], first[BATCH] = {0};
+    float k[BATCH];
+    for (int g = 0; g < b->held; g++) {
+        if (kind == INT4) {
+            int16_t low, high;
+            range_of(b->p[g], b->n[g], &low, &high);
+            parameter[g] = step_of(low, high, fp16, &k[g]);
+            first[g] = unsortable(low);
+        } else {
+            parameter[g] = scale_of(top_of(b->p[g], b->n[g]), kind, fp16, &k[g]);
+        }
+    }
+    for (int g = 0; g < b->held; g++) {
+        const uint8_t *p = b->p[g];
+        const size_t n = b->n[g], codes = kind == INT4 ? (n + 1) / 2 : n;
+        if (parameter[g] == KEPT) {
+            if ((size_t)(o->end - o->kept) < 2 * n) return KVC_SPACE;
+            memset(o->code, 0, codes);
+            memcpy(o->kept, p, 2 * n);
+            o->kept += 2 * n;
+            o->count++;
+            first[g] = 0;
+        } else if (kind == INT4) {
+            int4_encode(p, n, fp16, value_of(first[g], fp16), k[g], o->code);
+        } else {
+            scaled_encode(p, n, kind, fp16, k[g], o->code);
+        }
+        o->code += codes;
+        kvc_put16(o->parameter, parameter[g]);
+        if (kind == INT4) kvc_put16(o->parameter + 2, first[g]);
+        o->parameter += kind == INT4 ? 4 : 2;
+    }
+    return 0;
+}
+
+KVC_INLINE int token_encode(const kvc_tensor *t, int kind, int fp16, size_t last, size_t group, quant_out *o) {
+    const size_t n = kvc_elements(t);
+    quant_batch b;
+    b.held = 0;
     for (size_t s = 0; s < t->count; s++)
         for (size_t run = 0; run < n; run += last)
             for (size_t at = 0; at < last; at += group) {
-                const uint8_t *p = kvc_slice(t, s) + 2 * (run + at);
-                const size_t len = last - at < group ? last - at : group, codes = kind == INT4 ? (len + 1) / 2 : len;
-                if (!token_encode1(p, len, kind, fp16, o->parameter, o->code)) {
-                    if ((size_t)(o->end - o->kept) < 2 * len) return KVC_SPACE;
-                    memset(o->code, 0, codes);
-                    memset(o->parameter, 0, size);
-                    kvc_put16(o->parameter, KEPT);
-                    memcpy(o->kept, p, 2 * len);
-                    o->kept += 2 * len;
-                    o->count++;
-                }
-                o->parameter += size;
-                o->code += codes;
+                b.p[b.held] = kvc_slice(t, s) + 2 * (run + at);
+                b.n[b.held] = (uint32_t)(last - at < group ? last - at : group);
+                if (++b.held < BATCH) continue;
+                if (batch_encode(&b, kind, fp16, o)) return KVC_SPACE;
+                b.held = 0;
             }
-    return 0;
+    return batch_encode(&b, kind, fp16, o);
 }
-QUANT_INLINE int token_decode(const kvc_tensor *t, int kind, int fp16, size_t last, size_t group, quant_out *o) {
-    const size_t size = kind == INT4 ? 4 : 2, n = kvc_elements(t);
+KVC_INLINE int token_decode(const kvc_tensor *t, int kind, int fp16, size_t last, size_t group, quant_out *o) {
+    const size_t n = kvc_elements(t);
     for (size_t s = 0; s < t->count; s++)
         for (size_t run = 0; run < n; run += last)
             for (size_t at = 0; at < last; at += group) {
                 uint8_t *d = (uint8_t *)kvc_slice(t, s) + 2 * (run + at);
                 const size_t len = last - at < group ? last - at : group;
-                if (kvc_u16(o->parameter) == KEPT) {
+                const uint16_t parameter = kvc_u16(o->parameter);
+                if (parameter == KEPT) {
                     if ((size_t)(o->end - o->kept) < 2 * len) return KVC_CORRUPT;
                     memcpy(d, o->kept, 2 * len);
                     o->kept += 2 * len;
+                } else if (kind == INT4) {
+                    const float lowest = value_of(kvc_u16(o->parameter + 2), fp16);
+                    int4_decode(d, len, fp16, bf16_value(parameter), lowest, o->code);
                 } else {
-                    token_decode1(d, len, kind, fp16, o->parameter, o->code);
+                    scaled_decode(d, len, kind, fp16, bf16_value(parameter), o->code);
                 }
-                o->parameter += size;
+                o->parameter += kind == INT4 ? 4 : 2;
                 o->code += kind == INT4 ? (len + 1) / 2 : len;
             }
     return 0;
@@ -156,123 +165,165 @@ QUANT_INLINE int token_decode(const kvc_tensor *t, int kind, int fp16, size_t la
 // ---- by channel: one block of rows, one tile of columns -----------------------------------------------------------
 
 typedef struct { const kvc_tensor *t; size_t row, rows, col, cols; } quant_tile;
+typedef struct { const kvc_tensor *t; uint8_t *p; size_t slice, row; } quant_row; // row within the slice
 
-QUANT_INLINE uint8_t *tile_row(const quant_tile *b, size_t r) {
-    return (uint8_t *)kvc_row(b->t, b->row + r) + 2 * b->col;
+KVC_INLINE quant_row tile_row(const quant_tile *b, size_t r) {
+    quant_row at = {b->t, NULL, (b->row + r) / b->t->rows, (b->row + r) % b->t->rows};
+    at.p = (uint8_t *)kvc_slice(b->t, at.slice) + (at.row * b->t->cols + b->col) * 2;
+    return at;
+}
+KVC_INLINE void next_row(quant_row *at) {
+    at->p += at->t->cols * 2;
+    if (++at->row < at->t->rows) return;
+    at->row = 0; // what p was moved by, less the rows of this slice
+    at->slice++;
+    at->p += at->t->stride - at->t->rows * at->t->cols * 2;
 }
 
-QUANT_INLINE int tile_keep(const quant_tile *b, size_t c, quant_out *o) {
+KVC_INLINE int tile_keep(const quant_tile *b, size_t c, quant_out *o) {
     if ((size_t)(o->end - o->kept) < 2 * b->rows) return KVC_SPACE;
-    for (size_t r = 0; r < b->rows; r++, o->kept += 2) memcpy(o->kept, tile_row(b, r) + 2 * c, 2);
+    quant_row at = tile_row(b, 0);
+    for (size_t r = 0; r < b->rows; r++, o->kept += 2, next_row(&at)) memcpy(o->kept, at.p + 2 * c, 2);
     o->count++;
     return 0;
 }
-QUANT_INLINE int tile_restore(const quant_tile *b, size_t c, quant_out *o) {
-    if ((size_t)(o->end - o->kept) < 2 * b->rows) return KVC_CORRUPT;
-    for (size_t r = 0; r < b->rows; r++, o->kept += 2) memcpy(tile_row(b, r) + 2 * c, o->kept, 2);
+KVC_INLINE int tile_restore(const quant_tile *b, const uint8_t *parameters, quant_out *o) {
+    for (size_t c = 0; c < b->cols; c++) {
+        if (kvc_u16(parameters + 2 * c) != KEPT) continue;
+        if ((size_t)(o->end - o->kept) < 2 * b->rows) return KVC_CORRUPT;
+        quant_row at = tile_row(b, 0);
+        for (size_t r = 0; r < b->rows; r++, o->kept += 2, next_row(&at)) memcpy(at.p + 2 * c, o->kept, 2);
+    }
     return 0;
 }
+// Columns that are kept have codes of 0.
+KVC_INLINE void tile_blank(const quant_tile *b, size_t rows, size_t width, const quant_out *o) {
+    for (size_t c = 0; c < b->cols; c++)
+        if (kvc_u16(o->parameter + 2 * c) == KEPT)
+            for (size_t r = 0; r < rows; r++) o->code[r * width + c] = 0;
+}
+KVC_INLINE fx load_floats(const float *p) { fx f; memcpy(&f, p, sizeof f); return f; }
 
-QUANT_INLINE int tile_encode8(const quant_tile *b, int kind, int fp16, size_t width, quant_out *o) {
+KVC_INLINE int tile_encode8(const quant_tile *b, int kind, int fp16, size_t width, quant_out *o) {
     uint16_t top[TILE] = {0};
     float k[TILE];
-    for (size_t r = 0; r < b->rows; r++) {
-        const uint8_t *p = tile_row(b, r);
-        for (size_t c = 0; c < b->cols; c++) {
-            const uint16_t a = kvc_u16(p + 2 * c) & 0x7fff;
+    quant_row at = tile_row(b, 0);
+    for (size_t r = 0; r < b->rows; r++, next_row(&at)) {
+        size_t c = 0;
+        for (; c + 16 <= b->cols; c += 16) {
+            const s16x x = s_max(s_load((uint8_t *)(top + c)), s_load(at.p + 2 * c) & 0x7fff);
+            memcpy(top + c, &x, 32);
+        }
+        for (; c < b->cols; c++) {
+            const uint16_t a = kvc_u16(at.p + 2 * c) & 0x7fff;
             top[c] = a > top[c] ? a : top[c];
         }
     }
     for (size_t c = 0; c < b->cols; c++) {
-        uint16_t scale = KEPT;
-        k[c] = 0;
-        if (scalable(top[c], fp16)) {
-            scale = top[c] ? bf16_above(value_of(top[c], fp16) / levels(kind)) : 0;
-            k[c] = top[c] ? 1.f / bf16_value(scale) : 0.f;
-        } else if (tile_keep(b, c, o)) {
-            return KVC_SPACE;
-        }
+        const uint16_t scale = scale_of(top[c], kind, fp16, &k[c]);
         kvc_put16(o->parameter + 2 * c, scale);
+        if (scale == KEPT && tile_keep(b, c, o)) return KVC_SPACE;
     }
-    for (size_t r = 0; r < b->rows; r++) {
-        const uint8_t *p = tile_row(b, r);
+    at = tile_row(b, 0);
+    for (size_t r = 0; r < b->rows; r++, next_row(&at)) {
         uint8_t *q = o->code + r * width;
-        for (size_t c = 0; c < b->cols; c++) q[c] = code_of(value_of(kvc_u16(p + 2 * c), fp16) * k[c], kind);
+        size_t c = 0;
+        for (; c + LANES <= b->cols; c += LANES)
+            store_bytes(q + c, fx_codes(load_values(at.p + 2 * c, fp16) * load_floats(k + c), kind));
+        for (; c < b->cols; c++) q[c] = code_of(value_of(kvc_u16(at.p + 2 * c), fp16) * k[c], kind);
     }
-    for (size_t c = 0; c < b->cols; c++) // what is not finite has no code
-        if (kvc_u16(o->parameter + 2 * c) == KEPT)
-            for (size_t r = 0; r < b->rows; r++) o->code[r * width + c] = 0;
+    tile_blank(b, b->rows, width, o);
     return 0;
 }
-QUANT_INLINE int tile_decode8(const quant_tile *b, int kind, int fp16, size_t width, quant_out *o) {
+KVC_INLINE int tile_decode8(const quant_tile *b, int kind, int fp16, size_t width, quant_out *o) {
     float scale[TILE];
     for (size_t c = 0; c < b->cols; c++) scale[c] = bf16_value(kvc_u16(o->parameter + 2 * c));
-    for (size_t r = 0; r < b->rows; r++) {
-        uint8_t *d = tile_row(b, r);
+    quant_row at = tile_row(b, 0);
+    for (size_t r = 0; r < b->rows; r++, next_row(&at)) {
         const uint8_t *q = o->code + r * width;
-        for (size_t c = 0; c < b->cols; c++) kvc_put16(d + 2 * c, of_value(code_value(q[c], kind) * scale[c], fp16));
+        size_t c = 0;
+        for (; c + LANES <= b->cols; c += LANES)
+            store_values(at.p + 2 * c, fx_code_values(q + c, kind) * load_floats(scale + c), fp16);
+        for (; c < b->cols; c++) kvc_put16(at.p + 2 * c, of_value(code_value(q[c], kind) * scale[c], fp16));
     }
-    for (size_t c = 0; c < b->cols; c++)
-        if (kvc_u16(o->parameter + 2 * c) == KEPT && tile_restore(b, c, o)) return KVC_CORRUPT;
-    return 0;
+    return tile_restore(b, o->parameter, o);
 }
 
-QUANT_INLINE int tile_encode4(const quant_tile *b, int fp16, size_t width, quant_out *o) {
-    int16_t low[TILE], high[TILE];
-    float k[TILE], lowest[TILE];
-    for (size_t c = 0; c < b->cols; c++) low[c] = high[c] = sortable(kvc_u16(tile_row(b, 0) + 2 * c));
+KVC_INLINE void tile_range(const quant_tile *b, int16_t *low, int16_t *high) {
+    quant_row at = tile_row(b, 0);
+    for (size_t c = 0; c < b->cols; c++) low[c] = high[c] = sortable(kvc_u16(at.p + 2 * c));
     for (size_t r = 1; r < b->rows; r++) {
-        const uint8_t *p = tile_row(b, r);
-        for (size_t c = 0; c < b->cols; c++) {
-            const int16_t s = sortable(kvc_u16(p + 2 * c));
+        next_row(&at);
+        size_t c = 0;
+        for (; c + 16 <= b->cols; c += 16) {
+            const s16x x = s_sortable(s_load(at.p + 2 * c));
+            const s16x l = s_min(s_load((uint8_t *)(low + c)), x), h = s_max(s_load((uint8_t *)(high + c)), x);
+            memcpy(low + c, &l, 32);
+            memcpy(high + c, &h, 32);
+        }
+        for (; c < b->cols; c++) {
+            const int16_t s = sortable(kvc_u16(at.p + 2 * c));
             low[c] = s < low[c] ? s : low[c];
             high[c] = s > high[c] ? s : high[c];
         }
     }
+}
+KVC_INLINE int tile_encode4(const quant_tile *b, int fp16, size_t width, quant_out *o) {
+    int16_t low[TILE], high[TILE];
+    float k[TILE], lowest[TILE];
+    tile_range(b, low, high);
     for (size_t c = 0; c < b->cols; c++) {
-        uint16_t step = KEPT, first = unsortable(low[c]);
-        k[c] = lowest[c] = 0;
-        if (int4_step(low[c], high[c], fp16, &step, &k[c])) lowest[c] = value_of(first, fp16);
-        else if (tile_keep(b, c, o)) return KVC_SPACE;
-        else step = KEPT, first = 0;
+        const uint16_t step = step_of(low[c], high[c], fp16, &k[c]), first = step == KEPT ? 0 : unsortable(low[c]);
+        if (step == KEPT && tile_keep(b, c, o)) return KVC_SPACE;
+        lowest[c] = value_of(first, fp16);
         kvc_put16(o->parameter + 2 * c, step);
         kvc_put16(o->parameter + 2 * (width + c), first);
     }
-    const size_t half = (b->rows + 1) / 2;
-    for (size_t r = 0; r < half; r++) {
-        const uint8_t *p = tile_row(b, r), *p2 = r + half < b->rows ? tile_row(b, r + half) : NULL;
+    const size_t half = (b->rows + 1) / 2, both = b->rows / 2;
+    quant_row at = tile_row(b, 0), at2 = tile_row(b, both ? half : 0);
+    for (size_t r = 0; r < half; r++, next_row(&at), next_row(&at2)) {
         uint8_t *q = o->code + r * width;
-        for (size_t c = 0; c < b->cols; c++)
-            q[c] = (uint8_t)int4_code((value_of(kvc_u16(p + 2 * c), fp16) - lowest[c]) * k[c]);
-        if (p2)
-            for (size_t c = 0; c < b->cols; c++)
-                q[c] |= (uint8_t)(int4_code((value_of(kvc_u16(p2 + 2 * c), fp16) - lowest[c]) * k[c]) << 4);
+        const uint32_t second = r < both ? 15 : 0; // of an odd block the last row has no partner, and takes itself
+        const uint8_t *p = at.p, *p2 = second ? at2.p : at.p;
+        size_t c = 0;
+        for (; c + LANES <= b->cols; c += LANES) {
+            const fx l = load_floats(lowest + c), m = load_floats(k + c);
+            const ux x = fx_nearest((load_values(p + 2 * c, fp16) - l) * m);
+            const ux y = fx_nearest((load_values(p2 + 2 * c, fp16) - l) * m);
+            store_bytes(q + c, x | (y & second) << 4);
+        }
+        for (; c < b->cols; c++) {
+            const uint32_t x = (uint32_t)nearest((value_of(kvc_u16(p + 2 * c), fp16) - lowest[c]) * k[c]);
+            const uint32_t y = (uint32_t)nearest((value_of(kvc_u16(p2 + 2 * c), fp16) - lowest[c]) * k[c]);
+            q[c] = (uint8_t)(x | (y & second) << 4);
+        }
     }
-    for (size_t c = 0; c < b->cols; c++)
-        if (kvc_u16(o->parameter + 2 * c) == KEPT)
-            for (size_t r = 0; r < half; r++) o->code[r * width + c] = 0;
+    tile_blank(b, half, width, o);
     return 0;
 }
-QUANT_INLINE int tile_decode4(const quant_tile *b, int fp16, size_t width, quant_out *o) {
+KVC_INLINE int tile_decode4(const quant_tile *b, int fp16, size_t width, quant_out *o) {
     float step[TILE], lowest[TILE];
     for (size_t c = 0; c < b->cols; c++) {
         step[c] = bf16_value(kvc_u16(o->parameter + 2 * c));
         lowest[c] = value_of(kvc_u16(o->parameter + 2 * (width + c)), fp16);
     }
     const size_t half = (b->rows + 1) / 2;
-    for (size_t r = 0; r < b->rows; r++) {
-        uint8_t *d = tile_row(b, r);
+    quant_row at = tile_row(b, 0);
+    for (size_t r = 0; r < b->rows; r++, next_row(&at)) {
         const uint8_t *q = o->code + (r < half ? r : r - half) * width;
-        const int shift = r < half ? 0 : 4;
-        for (size_t c = 0; c < b->cols; c++)
-            kvc_put16(d + 2 * c, of_value((float)(q[c] >> shift & 15) * step[c] + lowest[c], fp16));
+        const uint8_t shift = r < half ? 0 : 4;
+        size_t c = 0;
+        for (; c + LANES <= b->cols; c += LANES) {
+            const fx x = shift ? fx_upper(q + c) : fx_lower(q + c);
+            store_values(at.p + 2 * c, x * load_floats(step + c) + load_floats(lowest + c), fp16);
+        }
+        for (; c < b->cols; c++)
+            kvc_put16(at.p + 2 * c, of_value((float)(q[c] >> shift & 15) * step[c] + lowest[c], fp16));
     }
-    for (size_t c = 0; c < b->cols; c++)
-        if (kvc_u16(o->parameter + 2 * c) == KEPT && tile_restore(b, c, o)) return KVC_CORRUPT;
-    return 0;
+    return tile_restore(b, o->parameter, o);
 }
 
-QUANT_INLINE int channel_run(const kvc_tensor *t, int kind, int fp16, size_t group, quant_out *o, int encode) {
+KVC_INLINE int channel_run(const kvc_tensor *t, int kind, int fp16, size_t group, quant_out *o, int encode) {
     const size_t rows = t->rows * t->count, width = t->cols;
     for (size_t row = 0; row < rows; row += group) {
         const size_t len = rows - row < group ? rows - row : group;
@@ -310,34 +361,25 @@ static void quant_sizes(const kvc_tensor *t, int kind, int axis, size_t last, si
 }
 
 static int quant_valid(const kvc_tensor *t, int kind, int axis, size_t last, size_t group) {
-    const size_t most = axis == KVC_TOKEN && kind == INT4 ? TILE - 1 : UINT16_MAX;
+    const size_t most = axis == KVC_TOKEN && kind == INT4 ? 127 : UINT16_MAX;
     return (kind == INT8 || kind == INT4 || kind == FP8 || kind == FP8_PLAIN) && kvc_elements(t) && t->count &&
            (axis == KVC_TOKEN || (axis == KVC_CHANNEL && kind != FP8_PLAIN)) &&
            last && t->cols % last == 0 && group && group <= most;
 }
 
 // float8 without a scale: 0 if a value is not finite or above 448, so that the section is kept as it is.
-QUANT_INLINE int plain_encode(const kvc_tensor *t, int fp16, uint8_t *q) {
-    const uint16_t most = fp16 ? 0x5f00 : 0x43e0; // 448
+KVC_INLINE int plain_encode(const kvc_tensor *t, int fp16, uint8_t *q) {
     const size_t n = kvc_elements(t);
     for (size_t s = 0; s < t->count; s++, q += n) {
         const uint8_t *p = kvc_slice(t, s);
-        uint16_t top = 0;
-        for (size_t i = 0; i < n; i++) {
-            const uint16_t a = kvc_u16(p + 2 * i) & 0x7fff;
-            top = a > top ? a : top;
-        }
-        if (top > most) return 0;
-        for (size_t i = 0; i < n; i++) q[i] = fp8_of(value_of(kvc_u16(p + 2 * i), fp16));
+        if (top_of(p, n) > (fp16 ? 0x5f00 : 0x43e0)) return 0; // 448
+        scaled_encode(p, n, FP8, fp16, 1, q);
     }
     return 1;
 }
-QUANT_INLINE void plain_decode(const kvc_tensor *t, int fp16, const uint8_t *q) {
+KVC_INLINE void plain_decode(const kvc_tensor *t, int fp16, const uint8_t *q) {
     const size_t n = kvc_elements(t);
-    for (size_t s = 0; s < t->count; s++, q += n) {
-        uint8_t *d = (uint8_t *)kvc_slice(t, s);
-        for (size_t i = 0; i < n; i++) kvc_put16(d + 2 * i, of_value(fp8_value(q[i]), fp16));
-    }
+    for (size_t s = 0; s < t->count; s++, q += n) scaled_decode((uint8_t *)kvc_slice(t, s), n, FP8, fp16, 1, q);
 }
 
 #define QUANT_EACH(f, ...) \

@@ -115,6 +115,39 @@ static inline v32 v_unpack4(const uint8_t *s) {
 }
 #endif
 
+// ---- sixteen signed numbers of two bytes
+
+typedef int16_t s16x __attribute__((vector_size(32)));
+static inline s16x s_load(const uint8_t *p) { s16x s; memcpy(&s, p, 32); return s; }
+static inline s16x s_sortable(s16x s) { return s ^ ((s >> 15) & 0x7fff); }
+#if defined(KVC_AVX2)
+static inline s16x s_max(s16x a, s16x b) { return (s16x)_mm256_max_epi16((__m256i)a, (__m256i)b); }
+static inline s16x s_min(s16x a, s16x b) { return (s16x)_mm256_min_epi16((__m256i)a, (__m256i)b); }
+static inline int16_t s_highest(s16x a) {
+    const __m128i m = _mm_max_epi16(_mm256_castsi256_si128((__m256i)a), _mm256_extracti128_si256((__m256i)a, 1));
+    // the one horizontal instruction finds the lowest unsigned number
+    return (int16_t)(_mm_extract_epi16(_mm_minpos_epu16(_mm_sub_epi16(_mm_set1_epi16(0x7fff), m)), 0) ^ 0x7fff);
+}
+#elif defined(KVC_NEON)
+static inline s16x s_each(int16x8_t a, int16x8_t b) { s16x s; memcpy(&s, &a, 16); memcpy((char *)&s + 16, &b, 16); return s; }
+static inline int16x8_t s_half(s16x a, int k) { int16x8_t h; memcpy(&h, (char *)&a + 16 * k, 16); return h; }
+static inline s16x s_max(s16x a, s16x b) {
+    return s_each(vmaxq_s16(s_half(a, 0), s_half(b, 0)), vmaxq_s16(s_half(a, 1), s_half(b, 1)));
+}
+static inline s16x s_min(s16x a, s16x b) {
+    return s_each(vminq_s16(s_half(a, 0), s_half(b, 0)), vminq_s16(s_half(a, 1), s_half(b, 1)));
+}
+static inline int16_t s_highest(s16x a) { return vmaxvq_s16(vmaxq_s16(s_half(a, 0), s_half(a, 1))); }
+#else
+static inline s16x s_max(s16x a, s16x b) { const s16x m = a > b; return (a & m) | (b & ~m); }
+static inline s16x s_min(s16x a, s16x b) { const s16x m = a < b; return (a & m) | (b & ~m); }
+static inline int16_t s_highest(s16x a) {
+    int16_t r = a[0];
+    for (int i = 1; i < 16; i++) r = a[i] > r ? a[i] : r;
+    return r;
+}
+#endif
+
 // Eight values of three bits: value i in the bits 3 i to 3 i + 2.
 static inline uint32_t pack3(uint64_t x) {
 #if defined(KVC_AVX2)

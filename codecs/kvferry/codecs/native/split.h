@@ -274,6 +274,7 @@ static int huff_decode4(huff_reader reader[4], const uint32_t *table) {
 static int64_t split_decode(const kvc_tensor *t, const uint8_t *src, size_t nbytes) {
     if (nbytes < KVC_SECTION) return KVC_CORRUPT;
     if (src[0] == 0) return kvc_load_raw(t, src, nbytes);
+    if (src[0] == 2) return KVC_OTHER;
     const size_t total = kvc_elements(t) * t->count, streams = kvc_u16(src + 2), payload = kvc_u32(src + 4);
     const size_t fixed = KVC_SECTION + HUFF_LENGTHS + total + 4 * streams;
     if (src[0] != 1 || !total || streams != split_streams(total) || nbytes < fixed + HUFF_PAD) return KVC_CORRUPT;
