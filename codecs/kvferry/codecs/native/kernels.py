@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class NativeKernels:
 
 def _pieces(plan: Plan) -> tuple[int, int]:
     """Address and number of the pieces as C has them, made once a plan."""
-    held = plan.derived.get(_DERIVED)
+    held: Any = plan.derived.get(_DERIVED)
     if held is None:
         array = (_Piece * len(plan.pieces))(
             *(
@@ -86,7 +86,8 @@ def _pieces(plan: Plan) -> tuple[int, int]:
             )
         )
         held = plan.derived[_DERIVED] = (ctypes.addressof(array), len(array), array)
-    return cast("Any", held)[:2]
+    address, number, _ = held
+    return address, number
 
 
 def _address(view: memoryview) -> int:

@@ -130,24 +130,36 @@ static void merge_range(const kvc_tensor *t, size_t from, size_t n, const uint8_
     }
 }
 
-static void histogram(const uint8_t *p, size_t n, uint32_t part[4][256]) {
+static void histogram(const uint8_t *p, size_t n, uint32_t part[8][256]) {
     size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        const uint64_t x = kvc_u64(p + i);
-        part[0][x & 255]++; part[1][x >> 8 & 255]++; part[2][x >> 16 & 255]++; part[3][x >> 24 & 255]++;
-        part[0][x >> 32 & 255]++; part[1][x >> 40 & 255]++; part[2][x >> 48 & 255]++; part[3][x >> 56]++;
-    }
+    for (; i + 8 <= n; i += 8) // eight tables, so that equal neighbours do not wait for each other
+        for (int k = 0; k < 8; k++) part[k][p[i + k]]++;
     for (; i < n; i++) part[0][p[i]]++;
 }
 
-typedef struct { uint64_t bits; unsigned held; uint8_t *at; } huff_writer;
+// Encoding takes two symbols at a time: entry of a pair (second symbol in the upper byte) = joined code in the lower
+// 22 bits, joined length above. Only pairs of symbols that occur have an entry; the rest of the table is not touched.
+enum { HUFF_PAIRS = 1 << 16, HUFF_PAIR_BITS = 2 * HUFF_BITS };
 
-static inline __attribute__((always_inline)) void huff_put2(huff_writer *w, const uint32_t *code, uint32_t pair) {
-    // entry: code in the low 16 bits, length above
-    const uint32_t a = code[pair & 255], b = code[pair >> 8];
-    const unsigned na = a >> 16, nb = b >> 16;
-    w->bits |= (uint64_t)((a & 0xffff) | (b & 0xffff) << na) << w->held;
-    w->held += na + nb;
+static void huff_pairs(const uint8_t length[256], const uint16_t code[256], uint32_t *pairs) {
+    uint8_t used[256];
+    int n = 0;
+    for (int s = 0; s < 256; s++) if (length[s]) used[n++] = (uint8_t)s;
+    for (int j = 0; j < n; j++) {
+        const uint32_t b = used[j], high = (uint32_t)length[b] << HUFF_PAIR_BITS;
+        for (int i = 0; i < n; i++) {
+            const uint32_t a = used[i];
+            pairs[b << 8 | a] = (code[a] | (uint32_t)code[b] << length[a]) | (high + ((uint32_t)length[a] << HUFF_PAIR_BITS));
+        }
+    }
+}
+
+typedef struct { uint64_t bits; uint32_t held; uint8_t *at; } huff_writer;
+
+static inline __attribute__((always_inline)) void huff_put2(huff_writer *w, const uint32_t *pairs, const uint8_t *p) {
+    const uint32_t e = pairs[kvc_u16(p)];
+    w->bits |= (uint64_t)(e & ((1u << HUFF_PAIR_BITS) - 1)) << w->held;
+    w->held += e >> HUFF_PAIR_BITS;
 }
 static inline __attribute__((always_inline)) void huff_flush(huff_writer *w) {
     kvc_put64(w->at, w->bits);
@@ -156,23 +168,35 @@ static inline __attribute__((always_inline)) void huff_flush(huff_writer *w) {
     w->held &= 7;
 }
 
-// Encode n symbols; at most n * 11 / 8 + 9 bytes are touched. Returns the bytes of the stream.
-static size_t huff_stream(const uint8_t *p, size_t n, const uint32_t *code, uint8_t *out) {
-    huff_writer w = {0, 0, out};
+// Bytes that a stream of n symbols can take, with what writing it touches beyond.
+#define HUFF_MOST(n) ((n) * HUFF_BITS / 8 + 16)
+
+static inline size_t huff_end(
+    huff_writer *w, const uint8_t *p, size_t i, size_t n, const uint8_t *length, const uint16_t *code, const uint8_t *out) {
+    for (; i < n; i++) {
+        w->bits |= (uint64_t)code[p[i]] << w->held;
+        w->held += length[p[i]];
+        huff_flush(w);
+    }
+    return (size_t)(w->at - out) + (w->held + 7) / 8;
+}
+
+// Two streams side by side, since each symbol of one waits for the one before it. Returns how many symbols of each
+// were taken, a multiple of four.
+static size_t huff_streams2(huff_writer *w0, const uint8_t *p0, huff_writer *w1, const uint8_t *p1, size_t n, const uint32_t *pairs) {
+    huff_writer a = *w0, b = *w1;
     size_t i = 0;
     for (; i + 4 <= n; i += 4) {
-        const uint32_t x = kvc_u32(p + i);
-        huff_put2(&w, code, x & 0xffff);
-        huff_put2(&w, code, x >> 16);
-        huff_flush(&w);
+        huff_put2(&a, pairs, p0 + i);
+        huff_put2(&b, pairs, p1 + i);
+        huff_put2(&a, pairs, p0 + i + 2);
+        huff_put2(&b, pairs, p1 + i + 2);
+        huff_flush(&a);
+        huff_flush(&b);
     }
-    for (; i < n; i++) {
-        w.bits |= (uint64_t)(code[p[i]] & 0xffff) << w.held;
-        w.held += code[p[i]] >> 16;
-        huff_flush(&w);
-    }
-    kvc_put64(w.at, w.bits);
-    return (size_t)(w.at - out) + (w.held + 7) / 8;
+    *w0 = a;
+    *w1 = b;
+    return i;
 }
 
 static int64_t split_encode(const kvc_tensor *t, uint8_t *dst, size_t capacity) {
@@ -181,32 +205,44 @@ static int64_t split_encode(const kvc_tensor *t, uint8_t *dst, size_t capacity) 
     if (capacity < raw) return KVC_SPACE;
     if (fixed >= raw || streams > UINT16_MAX) return kvc_store_raw(t, dst, capacity);
     uint8_t *lo = dst + KVC_SECTION + HUFF_LENGTHS, *sizes = lo + total, *out = sizes + 4 * streams, *first = out;
-    uint8_t hi[HUFF_STREAM], length[256];
-    uint32_t part[4][256] = {{0}}, counts[256], code[256];
-    uint16_t plain[256];
+    uint8_t hi[2][HUFF_STREAM], length[256];
+    uint32_t part[8][256] = {{0}}, counts[256], pairs[HUFF_PAIRS];
+    uint16_t code[256];
     uint64_t bits = 0;
     for (size_t from = 0; from < total; from += HUFF_STREAM) {
         const size_t n = total - from < HUFF_STREAM ? total - from : HUFF_STREAM;
-        split_range(t, from, n, hi, lo);
-        histogram(hi, n, part);
+        split_range(t, from, n, hi[0], lo);
+        histogram(hi[0], n, part);
     }
-    for (int s = 0; s < 256; s++) counts[s] = part[0][s] + part[1][s] + part[2][s] + part[3][s];
-    huff_lengths(counts, length);
-    huff_codes(length, plain);
     for (int s = 0; s < 256; s++) {
-        code[s] = length[s] ? (uint32_t)plain[s] | (uint32_t)length[s] << 16 : 0;
-        bits += (uint64_t)counts[s] * length[s];
+        counts[s] = 0;
+        for (int k = 0; k < 8; k++) counts[s] += part[k][s];
     }
+    huff_lengths(counts, length);
+    for (int s = 0; s < 256; s++) bits += (uint64_t)counts[s] * length[s];
     // each stream ends on a byte, and writing touches up to eight bytes beyond it
     if (fixed + bits / 8 + streams + 16 > raw) return kvc_store_raw(t, dst, capacity);
+    huff_codes(length, code);
+    huff_pairs(length, code, pairs);
     for (int s = 0; s < 256; s += 2) dst[KVC_SECTION + s / 2] = (uint8_t)(length[s] | length[s + 1] << 4);
     const size_t each = split_part(total, streams);
-    for (size_t s = 0; s < streams; s++) {
-        const size_t from = s * each < total ? s * each : total, n = total - from < each ? total - from : each;
-        split_range(t, from, n, hi, lo);
-        const size_t used = huff_stream(hi, n, code, out);
-        kvc_put32(sizes + 4 * s, (uint32_t)used);
-        out += used;
+    for (size_t s = 0; s < streams; s += 2) {
+        uint8_t second[HUFF_MOST(HUFF_STREAM)];
+        size_t from[2], n[2], used[2];
+        for (int k = 0; k < 2; k++) {
+            from[k] = (s + k) * each < total ? (s + k) * each : total;
+            n[k] = total - from[k] < each ? total - from[k] : each;
+            split_range(t, from[k], n[k], hi[k], lo);
+        }
+        huff_writer a = {0, 0, out}, b = {0, 0, second};
+        const size_t done = huff_streams2(&a, hi[0], &b, hi[1], n[0] < n[1] ? n[0] : n[1], pairs);
+        used[0] = huff_end(&a, hi[0], done, n[0], length, code, out);
+        used[1] = huff_end(&b, hi[1], done, n[1], length, code, second);
+        out += used[0];
+        memcpy(out, second, used[1]);
+        out += used[1];
+        kvc_put32(sizes + 4 * s, (uint32_t)used[0]);
+        kvc_put32(sizes + 4 * s + 4, (uint32_t)used[1]);
     }
     kvc_put64(out, 0);
     kvc_header(dst, 1, 0, (uint16_t)streams, (uint32_t)(out - first));
