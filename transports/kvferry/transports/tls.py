@@ -48,6 +48,8 @@ _MAX_READY: Final = 256
 _PAUSE_S: Final = 0.2
 _JOIN_S: Final = 5.0
 _CHUNK_NBYTES: Final = 16 << 10
+# Fatal, protocol version: what OpenSSL does not say to one who does not speak TLS at all.
+_ALERT: Final = b"\x15\x03\x03\x00\x02\x02\x46"
 
 
 class TlsTransport(Transport):
@@ -133,6 +135,7 @@ class TlsListener(Listener):
         self._context = context
         self._address: Final = dialable_address(sock, asked.address)
         self._name = f"the listener on {self._address}"
+        self._log_name = url_of("tls", sock.getsockname())
         self._condition = threading.Condition()
         self._ready: deque[Connection] = deque()
         self._failure: TransportError | None = None
@@ -215,7 +218,7 @@ class TlsListener(Listener):
         now = time.monotonic()
         for handshake in [h for h in self._handshakes.values() if h.until <= now]:
             if not handshake.failed:
-                self._refused(handshake, "no complete TLS handshake", f"within {_HANDSHAKE_S:g} s")
+                self._refused(handshake, "late", f"no complete TLS handshake within {_HANDSHAKE_S:g} s")
             self._drop(handshake)
         for fd in self._wait(now):
             if fd == self._woken.fileno():
@@ -271,6 +274,7 @@ class TlsListener(Listener):
                 return
         except (ConnectError, AuthError) as error:
             self._refused(handshake, type(error).__name__, str(error))
+            handshake.out = handshake.out or _ALERT
             self._say_goodbye(handshake)
             return
         except OSError as error:
@@ -307,7 +311,7 @@ class TlsListener(Listener):
             session.incoming.write(data)
         if not handshake.done:
             try:
-                handshake.done = session.step(f"{self._name}: {url_of('tls', handshake.sockaddr)}")
+                handshake.done = session.step("handshake")
             finally:
                 handshake.out += session.outgoing.read()
         if handshake.out:
@@ -333,5 +337,5 @@ class TlsListener(Listener):
     def _refused(self, handshake: _Handshake, reason: str, text: str) -> None:
         host = str(handshake.sockaddr[0])
         self._limiter.log(
-            logging.WARNING, (host, reason), "%s: connection from %s refused: %s", self._address, host, text
+            logging.WARNING, (host, reason), "%s: connection from %s refused: %s", self._log_name, host, text
         )

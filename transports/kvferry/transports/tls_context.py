@@ -212,7 +212,7 @@ class TlsSession:
         """Go on with the handshake; whether it is complete. What came out of it is still to be sent.
 
         Raises:
-            ConnectError: If it failed; ``peer`` says with whom.
+            ConnectError: If it failed; the message begins with ``peer``.
             AuthError: If the peer refused our certificate.
         """
         try:
