@@ -139,7 +139,7 @@ class TestMutualTls(TestTls):
 class TestUcxShm(TransportSuite):
     """UCX over shared memory."""
 
-    connect_cycles: ClassVar[int] = 50
+    connect_cycles: ClassVar[int] = 20
 
     def transport(self) -> Transport:
         return get_transport("ucx")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
 
 from kvferry.core.buffers import Buf, as_bytes_view
-from kvferry.core.errors import TransferTimeoutError
+from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
@@ -16,6 +17,8 @@ from kvferry.transports.ucx.outgoing import Outgoing
 from kvferry.transports.ucx.settings import Options
 
 __all__ = ["UcxConnection"]
+
+_PAUSE_S = 0.05
 
 
 class UcxConnection(Connection):
@@ -53,44 +56,67 @@ class UcxConnection(Connection):
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`. Host memory only."""
         views = [view for part in parts if len(view := _host_view(part))]
-        self._check(deadline, "sending")
         try:
-            with self._sending:
-                self._out.send(views, deadline)
+            with self._control.descriptor(), self._sending:
+                self._check(deadline, "sending")
+                if views:
+                    self._out.send(views, deadline)
         finally:
             self._release_if_closed()
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`. Host memory only."""
-        self._check(deadline, "receiving")
         try:
-            with self._receiving:
+            with self._control.descriptor(), self._receiving:
+                self._check(deadline, "receiving")
                 self._in.recv_into(views, deadline)
         finally:
             self._release_if_closed()
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """See :meth:`Connection.recv_at_least`."""
-        self._check(deadline, "receiving")
         try:
-            with self._receiving:
+            with self._control.descriptor(), self._receiving:
+                self._check(deadline, "receiving")
                 return self._in.recv_at_least(view, minimum, deadline)
         finally:
             self._release_if_closed()
 
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
-        with self._control.descriptor():
-            if self._in.holds_bytes:
+        while True:
+            try:
+                with self._control.descriptor():
+                    ready = self._wait_once(deadline)
+                    if self._control.closed:
+                        raise ConnectionClosedError(f"{self._control.name} was closed while it was waiting")
+                    if ready or time.monotonic() >= deadline:
+                        return ready
+            finally:
+                self._release_if_closed()
+
+    def _wait_once(self, deadline: float) -> bool:
+        """Wait for events once; whether something is there to be received."""
+        if not self._receiving.acquire(blocking=False):
+            # another thread receives, which is more than the contract allows: leave UCX to it
+            return self._control.wait_readable(min(deadline, time.monotonic() + _PAUSE_S))
+        try:
+            if self._in.ready():
                 return True
-        return self._control.wait_readable(deadline)
+            lane = self._in.lane
+            if lane is not None and not lane.arm():
+                return False
+        finally:
+            self._receiving.release()
+        return self._control.wait_readable(deadline) if lane is None else lane.wait_socket(deadline)
 
     def close(self) -> None:
         """End the stream; what was sent still arrives."""
         self._out.cancel()
         if self._sending.acquire(blocking=False):  # else that thread is told by the end of the socket
             try:
-                self._out.settle()
+                with contextlib.suppress(ConnectionClosedError), self._control.descriptor():
+                    self._out.settle()
             finally:
                 self._sending.release()
         self._control.close()
@@ -102,8 +128,6 @@ class UcxConnection(Connection):
         self._release_if_closed()
 
     def _check(self, deadline: float, doing: str) -> None:
-        with self._control.descriptor():
-            pass
         if time.monotonic() >= deadline:
             raise TransferTimeoutError(f"{self._control.name}: the deadline passed while {doing}")
 

@@ -1,82 +1,93 @@
-"""What travels through the socket of a connection: small bytes as they are, large ones announced.
+"""What travels through the socket of a connection: small bytes, and notices.
 
-A frame is a header of 16 bytes, little-endian::
+Each direction is a stream whose bytes have positions. Small ones come in frames through the socket, large
+ones as messages of UCX whose tag has the position of their first byte and their size. So the receiver, who
+knows where it is, needs no announcement, and a message whose size it guessed right goes straight to its
+place. A frame is a header of 16 bytes, little-endian, and ``nbytes`` bytes::
 
-    u8 kind, u8 reserved, u16 entries, u32 inline_nbytes, u64 first_tag
-
-followed by ``entries`` lengths (u64) and ``inline_nbytes`` bytes. The top bit of a length marks bytes that
-are inline; the others come as messages of UCX with the tags ``first_tag``, ``first_tag + 1``, … in their
-order. A frame without entries is all inline.
+    u8 kind, u8 flags, u16 reserved, u32 nbytes, u64 position
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvferry.core.errors import ProtocolError
 
 __all__ = [
+    "BESIDE",
     "CANCEL",
+    "CHUNK_NBYTES",
     "DATA",
     "HEADER_NBYTES",
+    "HELLO_TAG",
+    "LENGTH",
     "MAX_ADDRESS_NBYTES",
-    "MAX_ENTRIES",
-    "MAX_MIXED_NBYTES",
+    "MAX_BESIDE_NBYTES",
     "OPEN",
+    "POSITION_MASK",
     "Header",
-    "Piece",
-    "pack_entries",
+    "cut",
+    "message_tag",
     "pack_header",
-    "parse_entries",
     "parse_header",
 ]
 
 DATA: Final = 1
 """Bytes of the stream."""
 OPEN: Final = 2
-"""The address of the sender's worker: large messages follow, the receiver answers over UCX."""
+"""The address of the sender's worker: messages follow, the receiver answers over UCX."""
 CANCEL: Final = 3
-"""The sender gives up the frame before, whose large messages are not to be trusted."""
+"""The sender gives up: what was read from its memory since its last call ended well is not to be trusted."""
+BESIDE: Final = 1
+"""Flag of a frame that was sent with messages, before these were received."""
 
 HEADER_NBYTES: Final = 16
-MAX_ENTRIES: Final = 1024
-MAX_MIXED_NBYTES: Final = 1 << 17
-"""Inline bytes of a frame that has entries."""
 MAX_ADDRESS_NBYTES: Final = 1 << 16
+MAX_BESIDE_NBYTES: Final = 1 << 17
+"""Bytes in all frames that are sent with messages, before these are received."""
+HELLO_TAG: Final = 1 << 63
+"""Tag of the message that answers :data:`OPEN`: a length (u32) and the address of the receiver's worker."""
+LENGTH: Final = struct.Struct("<I")
+CHUNK_NBYTES: Final = 4 << 20
+"""Longer parts are cut into messages of that size, which a receiver can buffer if it has to."""
+POSITION_MASK: Final = (1 << 63) - (1 << 23)
+"""The bits of a tag that have the position."""
+_LEAST_NBYTES: Final = 64 << 10  # a shorter rest goes with the chunk before it
+_LENGTH_BITS: Final = 23
 _HEADER: Final = struct.Struct("<BBHIQ")
-_INLINE: Final = 1 << 63
-_MAX_MESSAGE_NBYTES: Final = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fixed part of a frame."""
+    """The start of a frame."""
 
     kind: int
-    entries: int
-    inline_nbytes: int
-    first_tag: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One piece of a frame, in the order of the stream.
-
-    Attributes:
-        nbytes: How many bytes it has.
-        inline: Whether they are in the frame.
-    """
-
+    flags: int
     nbytes: int
-    inline: bool
+    position: int
 
 
-def pack_header(kind: int, *, entries: int = 0, inline_nbytes: int = 0, first_tag: int = 0) -> bytes:
+def message_tag(position: int, nbytes: int) -> int:
+    """The tag of a message: the position modulo 1 TiB, and the size."""
+    return (position << _LENGTH_BITS & POSITION_MASK) | nbytes
+
+
+def cut(view: memoryview) -> list[memoryview]:
+    """``view`` as messages; none of them small."""
+    pieces = []
+    while len(view) > CHUNK_NBYTES + _LEAST_NBYTES:
+        pieces.append(view[:CHUNK_NBYTES])
+        view = view[CHUNK_NBYTES:]
+    pieces.append(view)
+    return pieces
+
+
+def pack_header(kind: int, nbytes: int = 0, position: int = 0, *, flags: int = 0) -> bytes:
     """The bytes of a header."""
-    return _HEADER.pack(kind, 0, entries, inline_nbytes, first_tag)
+    return _HEADER.pack(kind, flags, 0, nbytes, position)
 
 
 def parse_header(data: bytes | bytearray | memoryview, name: str) -> Header:
@@ -85,34 +96,8 @@ def parse_header(data: bytes | bytearray | memoryview, name: str) -> Header:
     Raises:
         ProtocolError: If the peer's bytes are none.
     """
-    kind, _, entries, inline_nbytes, first_tag = _HEADER.unpack(data)
-    mixed = kind == DATA and entries > 0
-    limit = MAX_ADDRESS_NBYTES if kind == OPEN else MAX_MIXED_NBYTES if mixed else 1 << 32
-    if kind not in (DATA, OPEN, CANCEL) or entries > MAX_ENTRIES or inline_nbytes > limit:
+    kind, flags, _, nbytes, position = _HEADER.unpack(data)
+    limit = {DATA: MAX_BESIDE_NBYTES if flags & BESIDE else 1 << 32, OPEN: MAX_ADDRESS_NBYTES, CANCEL: 0}
+    if nbytes > limit.get(kind, -1):
         raise ProtocolError(f"{name}: the peer sent no frame but {bytes(data).hex()}", remote=True)
-    return Header(kind, entries, inline_nbytes, first_tag)
-
-
-def pack_entries(pieces: Sequence[Piece]) -> bytes:
-    """The lengths of a frame."""
-    return struct.pack(f"<{len(pieces)}Q", *(p.nbytes | _INLINE if p.inline else p.nbytes for p in pieces))
-
-
-def parse_entries(header: Header, data: memoryview, name: str) -> list[Piece]:
-    """Read the lengths of a frame.
-
-    Raises:
-        ProtocolError: If they do not fit the header.
-    """
-    pieces = [
-        Piece(value & ~_INLINE, bool(value & _INLINE))
-        for value in struct.unpack_from(f"<{header.entries}Q", data)
-    ]
-    inline = sum(piece.nbytes for piece in pieces if piece.inline)
-    if inline != header.inline_nbytes or any(not 0 < p.nbytes <= _MAX_MESSAGE_NBYTES for p in pieces):
-        raise ProtocolError(
-            f"{name}: the peer sent a frame of {header.entries} lengths with {inline} bytes inline, and "
-            f"announced {header.inline_nbytes}",
-            remote=True,
-        )
-    return pieces
+    return Header(kind, flags, nbytes, position)

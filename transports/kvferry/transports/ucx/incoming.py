@@ -2,73 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from kvferry.core.buffers import ByteArray, copy_into, page_aligned, total_nbytes
+from kvferry.core.buffers import ByteArray, copy_into, page_aligned
 from kvferry.core.errors import ConnectionClosedError, ProtocolError, TransferTimeoutError
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
 from kvferry.transports.ucx.frames import (
+    BESIDE,
     CANCEL,
     HEADER_NBYTES,
+    HELLO_TAG,
+    LENGTH,
+    MAX_BESIDE_NBYTES,
     OPEN,
     Header,
-    Piece,
-    parse_entries,
+    message_tag,
     parse_header,
 )
 from kvferry.transports.ucx.lane import WINDOW, Lane
-from kvferry.transports.ucx.outgoing import HELLO_TAG, LENGTH
+from kvferry.transports.ucx.library import Request
 from kvferry.transports.ucx.settings import Options
+from kvferry.transports.ucx.target import Slot, Target
 
 __all__ = ["Incoming"]
 
 _MAX_BOUNCE_NBYTES: Final = 64 << 20
-_LENGTH_NBYTES: Final = 8
+_SMALL_NBYTES: Final = 8 << 10  # comes through the socket
 
 
-class _Target:
-    """The views of one call, filled in order."""
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A frame that came before the messages that stand before it in the stream."""
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = deque(view for view in views if len(view))
-        self.wanted = total_nbytes(self._views)
-        self.left = self.wanted
-
-    @property
-    def got(self) -> int:
-        return self.wanted - self.left
-
-    @property
-    def room(self) -> int:
-        """Bytes that can be taken in one piece."""
-        return len(self._views[0]) if self._views else 0
-
-    def take(self, nbytes: int) -> memoryview:
-        """The next ``nbytes``, which is :attr:`room` at most."""
-        view = self._views[0]
-        if nbytes < len(view):
-            self._views[0] = view[nbytes:]
-            view = view[:nbytes]
-        else:
-            self._views.popleft()
-        self.left -= nbytes
-        return view
-
-    def take_all(self, nbytes: int) -> list[memoryview]:
-        """Views of the next ``nbytes``, or of all that is left."""
-        taken = []
-        while nbytes and self._views:
-            n = min(nbytes, self.room)
-            taken.append(self.take(n))
-            nbytes -= n
-        return taken
+    position: int
+    data: memoryview
 
 
 class Incoming:
@@ -90,50 +66,43 @@ class Incoming:
         self._error_handling = error_handling
         self._lane: Lane | None = None
         self._header = memoryview(bytearray(HEADER_NBYTES))
-        self._next: Header | None = None  # read ahead
-        self._plain = 0  # bytes of an inline frame that are still in the socket
-        self._pieces: deque[Piece] = deque()  # of the frame that is being received
-        self._inline = memoryview(b"")  # its inline bytes
-        self._tag = 0  # of its next message
-        self._held = memoryview(b"")  # bytes that came and were not asked for yet
+        self._position = 0  # of the next byte that has no place yet
+        self._plain = 0  # bytes of a frame that are next, and still in the socket
+        self._held = memoryview(b"")  # bytes that are next
+        self._early: deque[_Early] = deque()
         self._bounce: memoryview | None = None
+        self._bouncing: Request | None = None
         self._unproven = False  # messages came whose sender may have given up
+        self._ended: ConnectionClosedError | None = None  # what the socket said at its end
+        self._reading = False  # inside a frame: an error leaves the stream at an unknown place
         self._broken = ""
 
     @property
-    def holds_bytes(self) -> bool:
-        """Whether bytes are there, or announced, beyond what is in the socket."""
-        return bool(self._held or self._plain or self._pieces or self._next)
+    def lane(self) -> Lane | None:
+        """What brings the messages, once there was one."""
+        return self._lane
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """Fill ``views``."""
-        target = _Target(views)
+        target = Target(views)
         self._fill(target, target.wanted, deadline)
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """Fill ``minimum`` bytes of ``view``, and more with what is left of a small message."""
-        target = _Target([view])
-        self._fill(target, minimum, deadline)
+        target = Target([view[:minimum], view[minimum:]])
+        self._fill(target, minimum, deadline, guess=False)
         return target.got
 
-    def _fill(self, target: _Target, minimum: int, deadline: float) -> None:
-        if self._broken:
-            raise ConnectionClosedError(f"{self._control.name} receives no more: {self._broken}")
-        try:
-            while target.got < minimum:
-                self._step(target, deadline)
-            self._finish(deadline)
-        except BaseException as error:
-            if self._in_the_middle:
-                self._give_up(error)
-            if isinstance(error, ConnectionClosedError):
-                who = "was closed here" if self._control.closed else "was ended by the peer"
-                raise ConnectionClosedError(
-                    f"{self._control.name} {who} after {target.got} of {minimum} bytes"
-                ) from error
-            if isinstance(error, TransferTimeoutError):
-                raise TransferTimeoutError(f"{error}, {target.got} of {minimum} bytes had come") from error
-            raise
+    def ready(self) -> bool:
+        """Whether bytes, or the end, are there, as far as the socket does not tell."""
+        if self._broken or self._ended or self._held or self._plain or self._early:
+            return True
+        if self._lane is None:
+            return False
+        while self._lane.probe(self._position) < 0:  # first: what has come keeps more from coming
+            if not self._lane.progress():
+                return False
+        return True
 
     def destroy(self) -> None:
         """End the lane; nobody is receiving."""
@@ -142,55 +111,149 @@ class Incoming:
             self._lane = None
         self._broken = self._broken or "it was closed"
 
-    # -- one step --------------------------------------------------------------------------------------
+    # -- one call --------------------------------------------------------------------------------------
 
-    @property
-    def _in_the_middle(self) -> bool:
-        """Whether an error now leaves the stream at an unknown place."""
-        return bool(self._plain or self._pieces or self._unproven or self._next)
+    def _fill(self, target: Target, minimum: int, deadline: float, *, guess: bool = True) -> None:
+        if self._broken:
+            raise ConnectionClosedError(f"{self._control.name} receives no more: {self._broken}")
+        try:
+            while target.got < minimum:
+                self._step(target, deadline, guess=guess)
+            if self._unproven:
+                self._prove(deadline)
+        except BaseException as error:
+            self._recover(error, target)
+            if isinstance(error, ConnectionClosedError):
+                who = "was closed here" if self._control.closed else "was ended by the peer"
+                text = f"{self._control.name} {who} after {target.got} of {minimum} bytes"
+                raise ConnectionClosedError(text) from error
+            if isinstance(error, TransferTimeoutError):
+                text = f"{error}, {target.got} of {minimum} bytes had come"
+                raise TransferTimeoutError(text) from error
+            raise
 
-    def _step(self, target: _Target, deadline: float) -> None:
+    def _recover(self, error: BaseException, target: Target) -> None:
+        """Let nothing come into the views any more.
+
+        What was posted cannot be told from what has begun to come, so it ends with the lane.
+        """
+        requests = [slot.request for slot in target.slots if slot.request is not None]
+        if self._bouncing is not None:
+            requests.append(self._bouncing)
+        for slot in target.slots:
+            slot.request = None
+        if requests or self._unproven or self._reading:
+            self._broken = str(error) or type(error).__name__
+            if self._lane is not None:
+                self._lane.destroy([request for request in requests if not request.completed])
+                self._lane = None
+
+    def _step(self, target: Target, deadline: float, *, guess: bool) -> None:
         if self._held:
-            n = min(len(self._held), target.room)
-            copy_into(target.take(n), self._held[:n])
-            self._held = self._held[n:]
+            for view in target.take(len(self._held)):
+                copy_into(view, self._held[: len(view)])
+                self._held = self._held[len(view) :]
         elif self._plain:
             n = min(self._plain, target.left)
-            self._control.recv_into(target.take_all(n), deadline)
+            self._reading = True
+            self._control.recv_into(target.take(n), deadline)
+            self._reading = False
             self._plain -= n
-        elif self._pieces:
-            self._take_piece(target, deadline)
+        elif self._early and self._early[0].position == self._position:
+            self._held = self._early.popleft().data
+            self._position += len(self._held)
+        elif self._lane is None:
+            self._await_frame(deadline)
         else:
-            self._finish(deadline)
-            self._open_frame(deadline)
+            self._receive_messages(self._lane, target, deadline, guess=guess)
 
-    def _take_piece(self, target: _Target, deadline: float) -> None:
-        piece = self._pieces[0]
-        if piece.inline:
-            self._held, self._inline = self._inline[: piece.nbytes], self._inline[piece.nbytes :]
-        elif piece.nbytes <= target.room:
-            self._post(target.take(piece.nbytes), deadline)
-        else:
-            # the views are cut otherwise than the parts: the only case in which bytes are copied
-            bounce = self._bounce_of(piece.nbytes)
-            self._post(bounce, deadline)
-            self._drive(0, deadline)
-            self._held = bounce
-        self._pieces.popleft()
+    @property
+    def _bytes_are_next(self) -> bool:
+        """Whether what comes next in the stream has come, or comes, through the socket."""
+        early = self._early
+        return bool(self._held or self._plain or (early and early[0].position == self._position))
 
-    def _post(self, view: memoryview, deadline: float) -> None:
-        self._drive(WINDOW - 1, deadline)
+    # -- messages --------------------------------------------------------------------------------------
+
+    def _receive_messages(self, lane: Lane, target: Target, deadline: float, *, guess: bool) -> None:
+        """Receive what messages bring, until something else is next."""
+        slots = target.slots
+        if guess:
+            self._guess(lane, slots)
+        while slots and not self._bytes_are_next:
+            slot = slots[0]
+            if slot.request is None or not slot.request.completed:
+                if not lane.progress() and (nbytes := self._await_message(lane, slot, deadline)) >= 0:
+                    self._take_message(lane, nbytes, target, deadline)
+                continue
+            lane.check(slot.request, "receiving")
+            slot.request = None
+            self._unproven = True
+            self._position += len(slot.view)
+            target.fill_first()
+            if guess and len(slots) >= WINDOW:
+                self._guess(lane, slots)
+
+    def _guess(self, lane: Lane, slots: deque[Slot]) -> None:
+        """Post receives for the messages that come if the views are cut as the parts of the sender are."""
+        position = self._position
+        for slot in itertools.islice(slots, WINDOW):
+            nbytes = len(slot.view)
+            if slot.request is None and nbytes > _SMALL_NBYTES:
+                slot.request = lane.receive(slot.view, message_tag(position, nbytes))
+            position += nbytes
+
+    def _await_message(self, lane: Lane, slot: Slot, deadline: float) -> int:
+        """Wait until ``slot`` is filled, a frame was read, or a message has come that fits no guess.
+
+        Returns:
+            The bytes of such a message, else -1.
+        """
+        idle_since = 0.0
+        while True:
+            if (nbytes := lane.probe(self._position)) >= 0:
+                return nbytes
+            if slot.request is not None and slot.request.completed:
+                return -1
+            if self._ended is not None:
+                return self._last_message(lane, slot, self._ended)
+            if lane.socket_ready():
+                self._read_frame(deadline)
+                return -1
+            if lane.progress():
+                idle_since = 0.0
+            else:
+                idle_since = lane.idle(idle_since, deadline, "receiving", reading=True)
+
+    def _last_message(self, lane: Lane, slot: Slot, end: ConnectionClosedError) -> int:
+        """After the end of the socket: what came before it may still be on its way through UCX."""
+
+        def done() -> bool:
+            filled = slot.request is not None and slot.request.completed
+            return filled or lane.probe(self._position) >= 0
+
+        while lane.progress():
+            pass
+        if done() or (slot.request is not None and lane.last_chance(done)):
+            return lane.probe(self._position)
+        raise end
+
+    def _take_message(self, lane: Lane, nbytes: int, target: Target, deadline: float) -> None:
+        """Receive a message that nothing was posted for: the views are cut otherwise than the parts."""
+        slot = target.slots[0]
+        slot.request = None  # a wrong guess, which its end takes back
         self._unproven = True
-        self._opened().post_recv(view, self._tag)
-        self._tag += 1
-
-    def _drive(self, left: int, deadline: float) -> None:
-        self._opened().drive(left, deadline, "receiving")
-
-    def _opened(self) -> Lane:
-        if self._lane is None:
-            raise ProtocolError(f"{self._control.name}: the peer announced messages first", remote=True)
-        return self._lane
+        if nbytes <= len(slot.view):
+            slot = target.split_first(nbytes)
+            slot.request = lane.receive(slot.view, message_tag(self._position, nbytes))
+            return
+        bounce = self._bounce_of(nbytes)  # the only case in which bytes are copied
+        self._bouncing = request = lane.receive(bounce, message_tag(self._position, nbytes))
+        lane.post(request, bounce)
+        lane.drive(0, deadline, "receiving")
+        self._bouncing = None
+        self._position += nbytes
+        self._held = bounce
 
     def _bounce_of(self, nbytes: int) -> memoryview:
         if nbytes > _MAX_BOUNCE_NBYTES:
@@ -203,77 +266,80 @@ class Incoming:
             self._bounce = page_aligned(nbytes)
         return self._bounce[:nbytes]
 
+    def _prove(self, deadline: float) -> None:
+        """Make sure that the sender stands by the messages that came.
+
+        One that gives up says so before its memory changes: if no such word is there now, they are good.
+        """
+        if self._lane is not None:
+            self._lane.settle(deadline)
+        while not self._plain and not self._ended and self._control.readable(0.0):
+            if not self._read_frame(deadline):
+                break
+        if self._ended is not None and self._ended.__cause__ is not None:
+            raise self._ended  # a reset, not an orderly end
+        self._unproven = False
+
+    def _await_frame(self, deadline: float) -> None:
+        """Wait for a frame, and read it; for a moment without sleep."""
+        if self._ended is not None:
+            raise self._ended
+        spin_until = min(deadline, time.monotonic() + self._options.spin_s)
+        while not self._control.readable(0.0):
+            if time.monotonic() < spin_until:
+                os.sched_yield()
+            elif self._control.readable(deadline):
+                break
+            else:
+                raise TransferTimeoutError(f"{self._control.name}: the deadline passed while receiving")
+        self._read_frame(deadline)
+
     # -- frames ----------------------------------------------------------------------------------------
 
-    def _open_frame(self, deadline: float) -> None:
-        header = self._next or self._read_header(deadline)
-        self._next = header  # an error from here on leaves the stream in the middle of it
+    def _read_frame(self, deadline: float) -> bool:
+        """Read the next frame; ``False`` if what follows is not of the same call of the sender."""
+        try:
+            self._reading = True
+            self._control.recv_into([self._header], deadline)
+        except ConnectionClosedError as error:
+            self._reading = False
+            self._ended = error
+            return False
+        header = parse_header(self._header, self._control.name)
         if header.kind == CANCEL:
             raise ConnectionClosedError(f"{self._control.name}: the peer gave up sending")
         if header.kind == OPEN:
             self._answer(header, deadline)
-        elif not header.entries:
-            self._plain = header.inline_nbytes
+        elif not header.flags & BESIDE and header.position == self._position:
+            self._plain = header.nbytes
+            self._position += header.nbytes
         else:
-            body = np.empty(header.entries * _LENGTH_NBYTES + header.inline_nbytes, np.uint8).data
-            self._control.recv_into([body], deadline)
-            self._pieces = deque(parse_entries(header, body, self._control.name))
-            self._inline = body[header.entries * _LENGTH_NBYTES :]
-            self._tag = header.first_tag
-        self._next = None
+            self._read_early(header, deadline)
+        self._reading = False
+        return bool(header.flags & BESIDE)
 
-    def _read_header(self, deadline: float) -> Header:
-        self._wait(deadline)
-        self._control.recv_into([self._header], deadline)
-        return parse_header(self._header, self._control.name)
-
-    def _wait(self, deadline: float) -> None:
-        """Wait for a header, for a moment without sleep."""
-        if self._lane is not None and self._options.spin_s:
-            until = min(deadline, time.monotonic() + self._options.spin_s)
-            while time.monotonic() < until:
-                if self._control.readable(0.0):
-                    return
-                os.sched_yield()
-        if not self._control.readable(deadline):
-            raise TransferTimeoutError(f"{self._control.name}: the deadline passed while receiving")
+    def _read_early(self, header: Header, deadline: float) -> None:
+        waiting = sum(len(early.data) for early in self._early) + header.nbytes
+        if header.position < self._position or waiting > MAX_BESIDE_NBYTES:
+            raise ProtocolError(
+                f"{self._control.name}: the peer sent {header.nbytes} bytes for position "
+                f"{header.position} of the stream, which is at {self._position}",
+                remote=True,
+            )
+        data = np.empty(header.nbytes, np.uint8).data
+        self._control.recv_into([data], deadline)
+        self._early.append(_Early(header.position, data))
 
     def _answer(self, header: Header, deadline: float) -> None:
         """The peer is about to send large messages: make the lane, and tell its worker where it is."""
         if self._lane is not None:
             raise ProtocolError(f"{self._control.name}: the peer opened its lane twice", remote=True)
-        address = memoryview(bytearray(header.inline_nbytes))
+        address = memoryview(bytearray(header.nbytes))
         self._control.recv_into([address], deadline)
         self._lane = lane = Lane(self._context, self._control, self._options.spin_s)
         endpoint = lane.endpoint(bytes(address), error_handling=self._error_handling)
         own = lane.address
         hello: ByteArray = np.frombuffer(LENGTH.pack(len(own)) + own, np.uint8)
-        lane.post_send(endpoint, hello, HELLO_TAG)
+        lane.post(lane.send(endpoint, hello, HELLO_TAG), hello)
         lane.drive(0, deadline, "answering the peer")
         lane.settle(deadline)
-
-    def _finish(self, deadline: float) -> None:
-        """Complete what was posted, and make sure that its sender stands by it."""
-        if not self._unproven:
-            return
-        self._drive(0, deadline)
-        self._opened().settle(deadline)
-        if self._next is None and self._control.readable(0.0):
-            try:
-                self._next = self._read_header(deadline)
-            except ConnectionClosedError as error:
-                if (
-                    error.__cause__ is not None
-                ):  # reset; else it is an orderly end, found again by the next call
-                    raise
-        if self._next is not None and self._next.kind == CANCEL:
-            raise ConnectionClosedError(f"{self._control.name}: the peer gave up sending")
-        self._unproven = False
-
-    def _give_up(self, error: BaseException) -> None:
-        self._broken = str(error) or type(error).__name__
-        self._plain, self._next, self._held = 0, None, memoryview(b"")
-        self._pieces.clear()
-        if self._lane is not None:
-            self._lane.destroy()
-            self._lane = None

@@ -26,7 +26,7 @@ __all__ = ["Endpoint", "Library", "Request", "UcxError", "Worker", "library", "l
 
 _log = logging.getLogger(__name__)
 _NOLOAD: Final = os.RTLD_NOLOAD | os.RTLD_NOW
-_PARAM_NBYTES: Final = 256  # more than ucp_request_param_t has; all zero: no option is set
+_NO_OPTIONS: Final = ctypes.create_string_buffer(256)  # a ucp_request_param_t, which is shorter
 _IN_PROGRESS: Final = 1  # UCS_INPROGRESS
 _STOP: Final = 0  # UCS_LOG_FUNC_RC_STOP: no other handler prints it
 _LEVELS: Final = (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO)
@@ -79,6 +79,10 @@ class Worker(Protocol):
 
     def progress_once(self) -> bool:
         """Do what there is to do; whether there was something."""
+        ...
+
+    def tag_probe(self, tag: object, mask: object) -> Any:  # noqa: ANN401 - has matched and length
+        """Look for a message that has come and was not asked for yet."""
         ...
 
     def tag_recv(self, array: object, tag: object) -> Request:
@@ -160,14 +164,17 @@ class Library:
         """A tag as the calls of worker and endpoint take it."""
         return self.api.UCXXTag(value)
 
+    def tag_mask(self, value: int) -> Any:  # noqa: ANN401
+        """The bits of a tag that are compared, likewise."""
+        return self.api.UCXXTagMask(value)
+
     def default_options(self) -> dict[str, str]:
         """The options that a new context would have."""
         return dict(self.api.get_current_options())
 
     def flush(self, worker: Worker) -> int:
         """Start to flush what ``worker`` has not handed over; 0 if there is nothing, else for ``flushed``."""
-        param = ctypes.create_string_buffer(_PARAM_NBYTES)
-        found = self.ucp.ucp_worker_flush_nbx(worker.handle, param) or 0
+        found = self.ucp.ucp_worker_flush_nbx(worker.handle, _NO_OPTIONS) or 0
         return 0 if found >= 2**64 - 256 else int(found)  # the last 256 values are error codes
 
     def flushed(self, pending: int) -> bool:

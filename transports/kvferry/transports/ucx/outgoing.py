@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
-from kvferry.core.buffers import copy_into, page_aligned, total_nbytes
+from kvferry.core.buffers import Buf, copy_into, page_aligned, total_nbytes
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, ProtocolError
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
 from kvferry.transports.ucx.frames import (
+    BESIDE,
     CANCEL,
     DATA,
+    HELLO_TAG,
+    LENGTH,
     MAX_ADDRESS_NBYTES,
-    MAX_ENTRIES,
     OPEN,
-    Piece,
-    pack_entries,
+    cut,
+    message_tag,
     pack_header,
 )
 from kvferry.transports.ucx.lane import WINDOW, Lane
 from kvferry.transports.ucx.library import Endpoint
 from kvferry.transports.ucx.settings import Options
 
-__all__ = ["FIRST_TAG", "HELLO_TAG", "LENGTH", "Outgoing"]
+__all__ = ["Outgoing"]
 
-HELLO_TAG: Final = 1
-FIRST_TAG: Final = 16
-LENGTH: Final = struct.Struct("<I")
-_CHUNK_NBYTES: Final = 4 << 20
 _RUN_NBYTES: Final = 64 << 10
 _BOUNCE_NBYTES: Final = 1 << 20
 _RETRACT_S: Final = 0.1
@@ -42,22 +39,25 @@ _SETTLE_S: Final = 1.0
 
 
 class _Plan:
-    """One frame: what is inline and what goes by UCX, in order."""
+    """What is sent together: frames, and messages with their tags."""
 
-    def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-        self.inline: list[memoryview] = []
-        self.inline_nbytes = 0
-        self.messages: list[memoryview] = []
+    def __init__(self, position: int) -> None:
+        self.position = position  # behind all of it
+        self.frames: list[Buf] = []
+        self.frames_nbytes = 0
+        self.messages: list[tuple[int, memoryview]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.frames or self.messages)
 
     def add_message(self, view: memoryview) -> None:
-        self.pieces.append(Piece(len(view), inline=False))
-        self.messages.append(view)
+        self.messages.append((message_tag(self.position, len(view)), view))
+        self.position += len(view)
 
-    def add_inline(self, views: Sequence[memoryview], nbytes: int) -> None:
-        self.pieces.append(Piece(nbytes, inline=True))
-        self.inline.extend(views)
-        self.inline_nbytes += nbytes
+    def add_frame(self, views: Sequence[memoryview], nbytes: int) -> None:
+        self.frames += [pack_header(DATA, nbytes, self.position, flags=BESIDE), *views]
+        self.frames_nbytes += nbytes
+        self.position += nbytes
 
 
 class Outgoing:
@@ -79,7 +79,7 @@ class Outgoing:
         self._error_handling = error_handling
         self._lane: Lane | None = None
         self._endpoint: Endpoint | None = None
-        self._next_tag = FIRST_TAG
+        self._position = 0
         self._bounce: memoryview | None = None
         self._broken = ""
         self._lock = threading.Lock()  # of the two below
@@ -91,11 +91,11 @@ class Outgoing:
         if self._broken:
             raise ConnectionClosedError(f"{self._control.name} sends no more: {self._broken}")
         nbytes = total_nbytes(views)
-        if nbytes <= self._options.inline_nbytes:
-            if nbytes:
-                self._control.send([pack_header(DATA, inline_nbytes=nbytes), *views], deadline)
-            return
         try:
+            if nbytes <= self._options.inline_nbytes:
+                self._control.send([pack_header(DATA, nbytes, self._position), *views], deadline)
+                self._position += nbytes
+                return
             for plan in self._plans(views):
                 self._send_plan(plan, deadline)
         except BaseException as error:
@@ -121,33 +121,34 @@ class Outgoing:
             self._lane = self._endpoint = None
         self._broken = self._broken or "it was closed"
 
-    # -- frames ----------------------------------------------------------------------------------------
+    # -- what is sent together -------------------------------------------------------------------------
 
     def _plans(self, views: list[memoryview]) -> Iterator[_Plan]:
-        """The frames for ``views``; each has to be sent before the next is asked for."""
-        plan = _Plan()
+        """What to send for ``views``; each has to be sent before the next is asked for."""
+        plan = _Plan(self._position)
         for run in _runs(views, self._options.inline_nbytes):
             nbytes = total_nbytes(run)
-            large = len(run) == 1 and nbytes > self._options.inline_nbytes
-            if not large and nbytes <= _RUN_NBYTES:
-                if plan.inline_nbytes + nbytes > _RUN_NBYTES or len(plan.pieces) == MAX_ENTRIES:
+            if len(run) == 1 and nbytes > self._options.inline_nbytes:
+                for message in cut(run[0]):
+                    plan.add_message(message)
+            elif nbytes <= _RUN_NBYTES:
+                if plan.frames_nbytes + nbytes > _RUN_NBYTES:
                     yield plan
-                    plan = _Plan()
-                plan.add_inline(run, nbytes)
-                continue
-            if not large and plan.pieces:  # a frame uses the one bounce buffer once
-                yield plan
-                plan = _Plan()
-            for message in _cut(run[0]) if large else self._packed(run):
-                if len(plan.pieces) == MAX_ENTRIES or (not large and plan.pieces):
+                    plan = _Plan(self._position)
+                plan.add_frame(run, nbytes)
+            else:
+                if plan:
                     yield plan
-                    plan = _Plan()
-                plan.add_message(message)
-        if plan.pieces:
+                for message in self._packed(run):  # each is overwritten by the next
+                    plan = _Plan(self._position)
+                    plan.add_message(message)
+                    yield plan
+                plan = _Plan(self._position)
+        if plan:
             yield plan
 
     def _packed(self, run: list[memoryview]) -> Iterator[memoryview]:
-        """Many small parts as few messages, each of which is overwritten by the next."""
+        """Many small parts as few messages: they are copied, which is cheaper than a message each."""
         if self._bounce is None:
             self._bounce = page_aligned(_BOUNCE_NBYTES)
         used = 0
@@ -163,26 +164,21 @@ class Outgoing:
             yield self._bounce[:used]
 
     def _send_plan(self, plan: _Plan, deadline: float) -> None:
-        if not plan.messages:
-            header = pack_header(DATA, inline_nbytes=plan.inline_nbytes)
-            self._control.send([header, *plan.inline], deadline)
-            return
         lane, endpoint = self._opened(deadline)
-        first_tag = self._next_tag
-        self._next_tag += len(plan.messages)
-        header = pack_header(
-            DATA, entries=len(plan.pieces), inline_nbytes=plan.inline_nbytes, first_tag=first_tag
+        doing = (
+            f"sending {sum(len(view) for _, view in plan.messages)} bytes in {len(plan.messages)} messages"
         )
-        doing = f"sending {total_nbytes(plan.messages)} bytes in {len(plan.messages)} messages"
         with self._lock:
             self._exposed = True
-        for i, message in enumerate(plan.messages[:WINDOW]):
-            lane.post_send(endpoint, message, first_tag + i)
-        self._control.send([header, pack_entries(plan.pieces), *plan.inline], deadline)
-        for i, message in enumerate(plan.messages[WINDOW:], WINDOW):
+        for tag, message in plan.messages[:WINDOW]:
+            lane.post(lane.send(endpoint, message, tag), message)
+        if plan.frames:
+            self._control.send(plan.frames, deadline)
+        for tag, message in plan.messages[WINDOW:]:
             lane.drive(WINDOW - 1, deadline, doing)
-            lane.post_send(endpoint, message, first_tag + i)
+            lane.post(lane.send(endpoint, message, tag), message)
         lane.drive(0, deadline, doing)
+        self._position = plan.position
         with self._lock:
             self._exposed = False
             if self._retracted:
@@ -193,9 +189,9 @@ class Outgoing:
         if self._lane is None or self._endpoint is None:
             self._lane = lane = Lane(self._context, self._control, self._options.spin_s)
             answer = np.zeros(LENGTH.size + MAX_ADDRESS_NBYTES, np.uint8)
-            lane.post_recv(answer, HELLO_TAG)
+            lane.post(lane.receive(answer, HELLO_TAG), answer)
             address = lane.address
-            self._control.send([pack_header(OPEN, inline_nbytes=len(address)), address], deadline)
+            self._control.send([pack_header(OPEN, len(address), self._position), address], deadline)
             lane.drive(0, deadline, "waiting for the peer to receive the first large message")
             (nbytes,) = LENGTH.unpack_from(answer.data)
             if not 0 < nbytes <= MAX_ADDRESS_NBYTES:
@@ -228,11 +224,3 @@ def _runs(views: list[memoryview], inline_nbytes: int) -> Iterator[list[memoryvi
         yield [view]
     if small:
         yield small
-
-
-def _cut(view: memoryview) -> Iterator[memoryview]:
-    if len(view) <= _CHUNK_NBYTES:
-        yield view
-        return
-    for start in range(0, len(view), _CHUNK_NBYTES):
-        yield view[start : start + _CHUNK_NBYTES]

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Final, TypeAlias
+
+import numpy as np
+import pytest
+
+from kvferry.core.buffers import ByteArray, page_aligned
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
+from kvferry.testing.threads import Blocked
+from kvferry.testing.transports_common import open_descriptors
+from kvferry.transports.ucx.connection import UcxConnection
+
+Ends: TypeAlias = "tuple[UcxConnection, UcxConnection]"
+Meet: TypeAlias = "Callable[[str], AbstractContextManager[Ends]]"
+
+SHM: Final = "tls=posix,cma"
+BOTH: Final = pytest.mark.parametrize("options", [SHM, "tls=tcp"])
+MIB: Final = 1 << 20
+
+
+def soon() -> float:
+    return deadline_in(30)
+
+
+def random_bytes(nbytes: int, seed: int = 1) -> ByteArray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def pieces(data: ByteArray, sizes: list[int]) -> list[memoryview]:
+    cuts = np.cumsum([0, *sizes])
+    assert cuts[-1] == len(data)
+    return [data.data[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def move(pool: ThreadPoolExecutor, ends: Ends, nbytes: int = MIB) -> None:
+    data, received = random_bytes(nbytes), np.zeros(nbytes, np.uint8)
+    sending = pool.submit(ends[0].send, [data], soon())
+    ends[1].recv_into([received.data], soon())
+    sending.result(30)
+    assert np.array_equal(data, received)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("sent", "asked"),
+    [
+        ([MIB], [MIB]),
+        ([5 * MIB + 1, 300_000, 100, 70_000, 1], [1, 3 * MIB, 64, 2 * MIB + 300_000 + 70_037]),
+        ([70_000] * 9, [630_000]),
+        ([630_000], [70_000] * 9),
+        ([100_000, 20_000, 100_000], [110_000, 110_000]),
+        ([32, 200, 4 * MIB, 9 * MIB, 8], [32, 200, 4 * MIB, 9 * MIB, 8]),
+        ([1000] * 1500, [1_500_000]),
+        ([20_000] * 80, [20_000] * 80),
+        ([40, *[100_000, 9] * 20], [100_009] * 20 + [40]),
+        ([4 * MIB + 65_536, 4 * MIB + 65_537], [4 * MIB + 65_537, 4 * MIB + 65_536]),
+    ],
+)
+def test_parts_arrive_in_views_cut_otherwise(
+    pool: ThreadPoolExecutor, meet: Meet, options: str, sent: list[int], asked: list[int]
+) -> None:
+    data = random_bytes(sum(sent))
+    received = np.zeros(len(data) + 128, np.uint8)
+    with meet(options) as (one, other):
+        for _ in range(2):
+            received[:] = 0xA5
+            sending = pool.submit(one.send, pieces(data, sent), soon())
+            left = pieces(received[64:-64], asked)
+            while left:  # one call for some, then one for the rest
+                other.recv_into(left[:2], soon())
+                left = left[2:]
+            sending.result(30)
+            assert np.array_equal(received[64:-64], data)
+            assert (received[:64] == 0xA5).all()
+            assert (received[-64:] == 0xA5).all()
+
+
+def test_matching_views_are_filled_without_a_copy(pool: ThreadPoolExecutor, meet: Meet) -> None:
+    sizes = [32, 200, 5 * MIB, 70_000, 8]
+    data, received = random_bytes(sum(sizes)), np.zeros(sum(sizes), np.uint8)
+    with meet(SHM) as (one, other):
+        sending = pool.submit(one.send, pieces(data, sizes), soon())
+        for view in pieces(received, sizes):
+            other.recv_into([view], soon())
+        sending.result(30)
+        incoming: Any = other
+        assert incoming._in._bounce is None
+    assert np.array_equal(data, received)
+
+
+@BOTH
+def test_random_traffic_both_ways(pool: ThreadPoolExecutor, meet: Meet, options: str) -> None:
+    rng = np.random.default_rng(7)
+    sizes = [int(2 ** rng.uniform(0, 21)) for _ in range(120)]
+    data = random_bytes(sum(sizes))
+    cuts = sorted(int(cut) for cut in rng.integers(0, len(data), 40))
+    asked = [b - a for a, b in itertools.pairwise([0, *cuts, len(data)])]
+
+    def send(end: UcxConnection) -> None:
+        parts = pieces(data, sizes)
+        while parts:
+            n = min(len(parts), len(parts[0]) % 7 + 1)
+            end.send(parts[:n], soon())
+            parts = parts[n:]
+
+    def receive(end: UcxConnection) -> bool:
+        received = np.zeros(len(data), np.uint8)
+        for i, view in enumerate(pieces(received, asked)):
+            if i % 3 == 0 and view:
+                assert end.wait_readable(soon())
+            if i % 5 == 0 and len(view) > 1:
+                n = end.recv_at_least(view, len(view) // 2, soon())
+                view = view[n:]
+            end.recv_into([view], soon())
+        return np.array_equal(received, data)
+
+    with meet(options) as ends:
+        sending = [pool.submit(send, end) for end in ends]
+        receiving = [pool.submit(receive, end) for end in ends]
+        assert all(call.result(60) for call in receiving)
+        for call in sending:
+            call.result(60)
+
+
+# -- errors leave nothing behind -------------------------------------------------------------------------
+
+
+@BOTH
+def test_bytes_of_a_send_that_gave_up_are_never_taken_for_good(
+    pool: ThreadPoolExecutor, meet: Meet, options: str
+) -> None:
+    """The receiver could read them from the sender's memory at any time after that."""
+    buffer = np.ones(2 * MIB, np.uint8)
+    received = np.zeros(2 * MIB, np.uint8)
+    with meet(options) as (one, other):
+        move(pool, (one, other))
+        with pytest.raises(TransferTimeoutError):
+            one.send([buffer], deadline_in(0.1))
+        buffer[:] = 2  # the caller may do that now
+        with pytest.raises(ConnectionClosedError):
+            other.recv_into([received.data], soon())
+        with pytest.raises(ConnectionClosedError, match="sends no more"):
+            one.send([b"x"], soon())
+
+
+def test_close_in_the_middle_of_a_send_retracts_it(pool: ThreadPoolExecutor, meet: Meet) -> None:
+    buffer = np.ones(2 * MIB, np.uint8)
+    received = np.zeros(2 * MIB, np.uint8)
+    with meet(SHM) as (one, other):
+        move(pool, (one, other))
+        sending = Blocked(pool, lambda: one.send([buffer], soon()))
+        one.close()
+        sending.assert_ends_with(ConnectionClosedError)
+        buffer[:] = 2
+        with pytest.raises(ConnectionClosedError):
+            other.recv_into([received.data], soon())
+
+
+@BOTH
+def test_nothing_is_written_after_a_receive_gave_up(
+    pool: ThreadPoolExecutor, meet: Meet, options: str
+) -> None:
+    received = np.zeros(2 * MIB, np.uint8)
+    with meet(options) as (one, other):
+        move(pool, (one, other))
+        sending = pool.submit(one.send, [np.ones(MIB, np.uint8)], soon())
+        with pytest.raises(TransferTimeoutError, match="1048576 of 2097152 bytes"):
+            other.recv_into([received[:MIB].data, received[MIB:].data], deadline_in(0.3))
+        sending.result(30)
+        received[:] = 3
+        with pytest.raises((TransferTimeoutError, ConnectionClosedError)):
+            one.send([np.ones(MIB, np.uint8)], deadline_in(0.2))
+        with pytest.raises(ConnectionClosedError, match="receives no more"):
+            other.recv_into([received.data], soon())
+        assert (received == 3).all()
+
+
+@BOTH
+def test_abort_in_the_middle_of_a_receive(pool: ThreadPoolExecutor, meet: Meet, options: str) -> None:
+    received = np.zeros(64 * MIB, np.uint8)
+    with meet(options) as (one, other):
+        move(pool, (one, other))
+        receiving = Blocked(pool, lambda: other.recv_into([received.data], soon()))
+        sending = pool.submit(one.send, [np.ones(32 * MIB, np.uint8)], soon())
+        other.abort()
+        receiving.assert_ends_with(ConnectionClosedError)
+        received[:] = 3
+        assert sending.exception(30) is None or isinstance(sending.exception(), ConnectionClosedError)
+        assert (received == 3).all()
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_workers_are_given_back(pool: ThreadPoolExecutor, meet: Meet, end: str) -> None:
+    def cycle() -> None:
+        with meet(SHM) as (one, other):
+            move(pool, (one, other))
+            move(pool, (other, one))
+            getattr(one, end)()
+
+    cycle()
+    before = open_descriptors()
+    for _ in range(5):
+        cycle()
+    assert open_descriptors() <= before
+
+
+# -- waiting ---------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_waiting_costs_no_processor_time(pool: ThreadPoolExecutor, meet: Meet, options: str) -> None:
+    def wait(call: Callable[[], object]) -> float:
+        started = time.thread_time()
+        with pytest.raises(TransferTimeoutError):
+            call()
+        return time.thread_time() - started
+
+    with meet(options) as (one, other):
+        move(pool, (one, other))
+        view = page_aligned(MIB)
+        started = time.thread_time()
+        assert not other.wait_readable(deadline_in(0.5))
+        used = time.thread_time() - started
+        used += wait(lambda: one.send([view], deadline_in(0.5)))
+    with meet(options) as (one, other):
+        move(pool, (one, other))
+        used += wait(lambda: other.recv_into([view], deadline_in(0.5)))
+    assert used < 0.1, f"{used:.3f} s of processor time in 1.5 s of waiting"
+
+
+@BOTH
+def test_wait_readable_sees_large_messages(pool: ThreadPoolExecutor, meet: Meet, options: str) -> None:
+    received = np.zeros(MIB, np.uint8)
+    with meet(options) as (one, other):
+        move(pool, (one, other))
+        assert not other.wait_readable(deadline_in(0.05))
+        waiting = Blocked(pool, lambda: other.wait_readable(soon()))
+        sending = pool.submit(one.send, [np.ones(MIB, np.uint8)], soon())
+        assert waiting.future.result(30) is True
+        assert other.wait_readable(soon()), "still there"
+        other.recv_into([received.data], soon())
+        sending.result(30)
+        assert received.all()
+        assert not other.wait_readable(deadline_in(0.05))
+        waiting = Blocked(pool, lambda: other.wait_readable(soon()))
+        other.close()
+        waiting.assert_ends_with(ConnectionClosedError)
+
+
+def test_device_memory_is_refused_by_name(meet: Meet) -> None:
+    class OnDevice:
+        __cuda_array_interface__: ClassVar = {
+            "data": (0, False),
+            "shape": (1,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+    part: Any = OnDevice()
+    with (
+        meet(SHM) as (one, _),
+        pytest.raises(TypeError, match=r"OnDevice in CUDA memory .* pinned host memory"),
+    ):
+        one.send([part], soon())
