@@ -49,6 +49,12 @@ def quota_shortage(
     held = pool.writes.session_nbytes(namespace.session)
     if held + needed <= quota_nbytes:
         return None
+    if namespace.slot_nbytes > pool.arena.capacity_nbytes:
+        message = (
+            f"a block takes {namespace.slot_nbytes} bytes, memory has {pool.arena.capacity_nbytes} in all: none "
+            "can be saved; raise its capacity (store.dram_capacity)"
+        )
+        return message, False
     message = (
         f"session {namespace.session.name} asked for {needed} bytes of slots and has {held} bytes "
         f"reserved or in quarantine; its write quota is {quota_nbytes} bytes; save fewer blocks at once, "

@@ -23,6 +23,11 @@ MakeTier = Callable[..., DiskTier]
 FAILED = WriteOutcome.FAILED
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.store.disk.root._LOOK_S", 0.05)
+
+
 NUMBERS = itertools.count(1000)
 
 
