@@ -128,6 +128,9 @@ class StoreConfig(Section):
         names = ["dram", *(tier.name or tier.kind for tier in tiers)]
         if len(set(names)) < len(names):
             raise ConfigError(f"tiers need different names, got {', '.join(names)}; give one of them a name")
+        for name in names:
+            if not name.isprintable():
+                raise ConfigError(f"a tier is called {name!r}: take characters that can be printed")
         return tiers
 
 

@@ -284,6 +284,9 @@ def _explain(error: ValidationError, given: Mapping[str, object], sources: Mappi
         value = "***" if is_secret(field) else repr(given.get(key, problem["input"]))
         cause = problem.get("ctx", {}).get("error")
         reason = str(cause) if isinstance(cause, ConfigError) else problem["msg"]
+        inner = problem["loc"][3:]  # of a table in a list, whose number is before it
+        if inner:
+            reason = f"{'.'.join(map(str, inner))} of number {problem['loc'][2]}, from 0: {reason}"
         if is_secret(field):
             reason = "not usable"
         parts.append(

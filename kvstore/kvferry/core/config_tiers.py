@@ -68,9 +68,15 @@ class TierConfig(Section):
         table = cast("dict[str, object]", given)
         own = {name: value for name, value in table.items() if name in cls.model_fields and name != _OPTIONS}
         rest = {name: value for name, value in table.items() if name not in cls.model_fields}
-        nested = table.get(_OPTIONS)
-        if isinstance(nested, dict):
-            rest |= cast("dict[str, object]", nested)
+        for key, value in own.items():
+            if isinstance(value, list | tuple):
+                raise ConfigError(f"{key} is {list(value)}: give it once, as one value")
+        nested = table.get(_OPTIONS, {})
+        if not isinstance(nested, dict):
+            raise ConfigError(f"options is {nested!r}, must be a table of the kind's own options")
+        for key in rest.keys() & nested.keys():
+            raise ConfigError(f"{key} is given twice, beside options and in it")
+        rest |= cast("dict[str, object]", nested)
         kind, name = own.get("kind"), own.get("name")
         if isinstance(kind, str) and isinstance(name, str | None):
             described = _describe(kind, name or kind, rest, list(cls.model_fields))
@@ -121,6 +127,8 @@ def _from_line(text: str) -> dict[str, object]:
     for name, value in given:
         same = [v for n, v in given if n == name]
         found[name] = same if len(same) > 1 else value
+    if path and "directory" in found:
+        raise ConfigError(f"{text!r}: directory is given twice, before the question mark and after it")
     if path:
         found["directory"] = unquote(path)
     return {"kind": kind, **found}

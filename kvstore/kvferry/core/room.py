@@ -51,8 +51,8 @@ def quota_shortage(
         return None
     if namespace.slot_nbytes > pool.arena.capacity_nbytes:
         message = (
-            f"a block takes {namespace.slot_nbytes} bytes, memory has {pool.arena.capacity_nbytes} in all: none "
-            "can be saved; raise its capacity (store.dram_capacity)"
+            f"a block takes {namespace.slot_nbytes} bytes, memory has {pool.arena.capacity_nbytes} in all: "
+            "none can be saved; raise its capacity (store.dram_capacity)"
         )
         return message, False
     message = (

@@ -221,6 +221,8 @@ def test_a_key_of_a_wrong_length_is_refused(store: MemoryStore) -> None:
 def test_a_block_larger_than_memory_is_named_as_that() -> None:
     store = MemoryStore(N // 2)
     ns = store.namespace(SPEC)
-    with pytest.raises(CapacityError, match=rf"a block takes {N} bytes, memory has \d+ in all.*dram_capacity"):
+    with pytest.raises(
+        CapacityError, match=rf"a block takes {N} bytes, memory has \d+ in all.*dram_capacity"
+    ):
         save_blocks(ns, chain(ns, 1, 1))
     store.close()

@@ -138,6 +138,14 @@ def test_config_show_has_every_value_of_each_tier_with_its_source() -> None:
         ("disk:/x", "capacity must be given"),
         ("disk:/x?capacity=1GiB&directories=/y", "directory or directories, not both"),
         ("disk:?directories=/y&directories=/y/&capacity=1GiB", "each once"),
+        ("disk:/x?capacity=1GiB&directory=/y", "directory is given twice"),
+        ("disk:/x?capacity=1GiB&capacity=2GiB", "give it once"),
+        ("disk:/x?capacity=1GiB&queue=1MiB&queue=2MiB", "queue is .*give it once"),
+        ("disk:/x?capacity=1GiB&options=3", "must be a table"),
+        ("disk:/x?capacity=1GiB&retry_s=100d", "at most 3600"),
+        ("disk:/x?capacity=1GiB&name=%1b[31m", "can be printed"),
+        ("disk:?directories=/y&directories=//y&capacity=1GiB", "each once"),
+        ("disk:?directories=/y&directories=/y/z&capacity=1GiB", "/y/z lies inside /y"),
         ("disk:/x?capacity=1GiB&promtion=never", r"did you mean promotion\?.*of every tier: kind, name"),
         ("disk:/x?capacity=1GiB&read_treads=2", r"did you mean read_threads\?"),
         ("dusk:/x?capacity=1GiB", r"did you mean disk\?"),
@@ -150,6 +158,23 @@ def test_options_of_a_tier_are_checked_when_they_are_read(text: str, match: str)
     with pytest.raises(ConfigError, match=match) as caught:
         load_config(assignments=[f"store.tiers={text}"])
     assert "(from --set)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "match"),
+    [
+        ('directory = "/x"', "kind of number 0, from 0: Field required"),
+        ("kind = 5", "kind of number 0, from 0: "),
+        ('kind = "disk"\ndirectory = "/x"\ncapacity = 65536\nqueue = {a = 1}', "queue of number 0, from 0: "),
+        ('kind = "disk"\ncapacity = 65536\noptions = {directory = "/x", capacity = 65537}', "given twice"),
+        ('kind = "disk"\ndirectory = "/x"\ncapacity = ["1GiB"]', "as one value"),
+    ],
+)
+def test_what_is_wrong_in_a_table_is_named(tmp_path: Path, table: str, match: str) -> None:
+    file = tmp_path / "kvferry.toml"
+    file.write_text(f"[[store.tiers]]\n{table}\n")
+    with pytest.raises(ConfigError, match=match):
+        load_config(file)
 
 
 def test_a_value_is_the_same_as_text_and_as_a_table() -> None:
@@ -204,7 +229,7 @@ def test_several_directories_are_shown_as_they_are_read(option: str) -> None:
         ("disk", "kind:path"),
         ("disk:?directories=/a,/b&capacity=1GiB", "directories=/a&directories=/b"),
         ("fake:?queue=0", "queue"),
-        ("fake:?write=a&write=b", "write"),
+        ("fake:?write=a&write=b", "write is .*give it once"),
         ("fake:?pause=0s", "pause"),
     ],
 )

@@ -7,14 +7,14 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvferry.core.errors import ConfigError, TierError
 from kvferry.store.disk import DiskOptions, DiskTier
-from kvferry.store.disk.lock import take_lock
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import wait_until
 from kvferry.testing.tiers_common import SPEC, STORED, chain, opened, outcomes, read, write, write_outcomes
@@ -193,12 +193,58 @@ def test_who_finds_the_lock_taken_leaves(make_tier: MakeTier, folder: Path) -> N
     assert one(tier, namespace) is STORED
 
 
-def test_a_directory_is_locked_even_if_its_file_cannot_be_made(tmp_path: Path) -> None:
-    """As on a full device: whoever comes second is refused."""
-    (tmp_path / ".lock").symlink_to("elsewhere")
-    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with pytest.raises(OSError, match="symbolic links"):
-            take_lock(fd, str(tmp_path))
-    finally:
-        os.close(fd)
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_what_lies_where_the_lock_should_is_named_and_holds_nobody_up(
+    make_tier: MakeTier, folder: Path, kind: str
+) -> None:
+    folder.mkdir()
+    lock = folder / ".lock"
+    os.mkfifo(lock) if kind == "fifo" else lock.mkdir()
+    tier = make_tier()
+    assert ".lock" in str(tier.usage().status)
+    assert not tier.usage().healthy
+    lock.unlink() if kind == "fifo" else lock.rmdir()
+    wait_until(lambda: tier.usage().healthy)
+    assert one(tier, opened(tier, SPEC)) is STORED
+
+
+@pytest.fixture
+def shared(make_tier: MakeTier) -> Iterator[Path]:
+    """A directory with two blocks that an ordinary user owns and can reach; the test is that user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        folder = Path(name) / "disk"
+        tier = make_tier(directories=(str(folder),))
+        namespace = opened(tier, SPEC)
+        write(tier, namespace, chain(namespace, 1, 2))
+        tier.close()
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 65534, 65534)
+        yield folder
+        os.seteuid(0)
+
+
+def test_rights_that_an_ordinary_user_lacks(make_tier: MakeTier, shared: Path) -> None:
+    """Reads go on where only writes are forbidden; who has them again writes again."""
+    os.chown(shared / ".lock", 0, 0)
+    (shared / ".lock").chmod(0o600)
+    for path in (shared, *(p for p in shared.rglob("*") if p.is_dir())):
+        path.chmod(0o555)
+    os.seteuid(65534)
+    tier = make_tier(directories=(str(shared),))
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 2)
+    assert outcomes(read(tier, namespace, keys)) == [ReadOutcome.HIT] * 2
+    (result,) = write(tier, namespace, chain(namespace, 2, 1))
+    assert result.outcome is FAILED
+    assert "this user lacks the right" in result.reason
+    assert not tier.usage().healthy
+    for path in (shared, *(p for p in shared.rglob("*") if p.is_dir())):
+        path.chmod(0o755)
+    wait_until(lambda: tier.usage().healthy)
+    assert one(tier, namespace) is STORED
+    with pytest.raises(TierError, match="is used by"):  # its file is not ours: the directory is locked
+        make_tier(directories=(str(shared),))
+    tier.close()

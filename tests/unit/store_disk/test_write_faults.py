@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvferry.core.errors import TierError
 from kvferry.store.disk import DiskTier
 from kvferry.store.tier import ReadOutcome, WriteOutcome
 from kvferry.testing.blocks import wait_until
@@ -94,7 +96,9 @@ def test_a_false_alarm_of_a_full_device_is_over_without_a_write(
     assert not (folder / ".probe").exists()
 
 
-def test_a_quota_that_is_used_up_at_the_start_leaves_reads(make_tier: MakeTier, folder: Path) -> None:
+def test_a_quota_that_is_used_up_at_the_start_leaves_reads(
+    make_tier: MakeTier, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lock's file cannot be made then: the directory itself is locked."""
     tier = make_tier()
     namespace = opened(tier, SPEC)
@@ -102,6 +106,17 @@ def test_a_quota_that_is_used_up_at_the_start_leaves_reads(make_tier: MakeTier, 
     write(tier, namespace, keys)
     tier.close()
     (folder / ".lock").unlink()
+    real = os.open
+
+    def full(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if path == ".lock" and flags & os.O_CREAT:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", full)
     again = make_tier()
     opened(again, SPEC)
     assert outcomes(read(again, namespace, keys)) == [ReadOutcome.HIT] * 3
+    assert not (folder / ".lock").exists()
+    with pytest.raises(TierError, match="is used by"):
+        make_tier()

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import time
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ from kvferry.store.disk import names
 __all__ = ["DirectoryLock", "has_lock_file", "is_in_use", "lock_owner", "take_lock"]
 
 _NO_FILE: Final = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT))
+_LOCK_FILE: Final = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not hold us up
 _PID: Final = re.compile(rb"\s*([0-9]{1,10})\s*")
 _TRIES: Final = 5
 _PAUSE_S: Final = 0.02
@@ -108,11 +110,15 @@ def take_lock(root: int, path: str) -> DirectoryLock | None:
 def _open_file(root: int) -> int | None:
     try:
         # read-only: a descriptor for writing would keep the file system from being remounted read-only
-        return os.open(names.LOCK_NAME, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=root)
+        fd = os.open(names.LOCK_NAME, _LOCK_FILE, 0o600, dir_fd=root)
     except OSError as error:
         if error.errno in _NO_FILE:
             return None
-        raise
+        raise OSError(error.errno, f"{names.LOCK_NAME} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EEXIST, f"{names.LOCK_NAME} is not a regular file: remove what lies there")
+    return fd
 
 
 def _lock(fd: int, root: int, path: str) -> None:

@@ -17,6 +17,7 @@ __all__ = ["Direct", "DiskOptions", "Sync"]
 
 Sync = Literal["none", "data", "full"]
 Direct = Literal["auto", "on", "off"]
+_MAX_RETRY_S = 3600
 _MIN_CAPACITY = 64 << 10
 
 
@@ -69,8 +70,8 @@ class DiskOptions:
         for name in ("read_threads", "write_threads"):
             if not 1 <= getattr(self, name) <= 64:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must lie in 1..64")
-        if not self.retry_s > 0:
-            raise ConfigError(f"retry_s is {self.retry_s}, must be above 0")
+        if not 0 < self.retry_s <= _MAX_RETRY_S:
+            raise ConfigError(f"retry_s is {self.retry_s}, must be above 0 and at most {_MAX_RETRY_S}")
 
     @classmethod
     def from_mapping(cls, where: str, values: Mapping[str, object]) -> DiskOptions:
@@ -134,7 +135,10 @@ _ABOUT: dict[str, tuple[str, str]] = {
     "quarantine": (_SIZE, "Corrupt files kept for a look, a part of the capacity, at most an eighth of it."),
     "eviction": ("the name of an eviction policy", "What is evicted first, such as lru or s3fifo."),
     "verify": ("true or false", "Whether all headers are compared in the background after the start."),
-    "retry_s": ("a time such as 5s, above 0", "Pause between attempts to use a directory that has failed."),
+    "retry_s": (
+        "a time such as 5s, above 0, at most 1h",
+        "Pause between attempts to use a directory that has failed.",
+    ),
 }
 """What each option takes and does, for people."""
 
@@ -157,6 +161,8 @@ def _converted(where: str, name: str, value: object) -> object:
     """The value of an option, which may be text: a tier can be given in one line."""
     if name == "directories":
         return _paths(where, value)
+    if isinstance(value, (list, tuple)):
+        raise ConfigError(f"{where} is {list(cast('Sequence[object]', value))}: give it once, as one value")
     try:
         if name.endswith("_nbytes") and isinstance(value, (str, int)):
             return parse_nbytes(value)
@@ -182,7 +188,7 @@ def _absolute(path: str) -> str:
     found = os.path.expanduser(path)  # noqa: PTH111  Path raises for an unknown user
     if found.startswith("~"):
         raise ConfigError(f"directory {path}: there is no home directory of that user")
-    return os.path.normpath(Path(found).absolute())
+    return os.path.normpath(f"/{str(Path(found).absolute()).lstrip('/')}")  # //x is /x here
 
 
 def _paths(where: str, value: object) -> tuple[str, ...]:

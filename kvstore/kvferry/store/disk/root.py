@@ -34,6 +34,7 @@ from kvferry.store.disk.scan import Scan, scan_directory
 __all__ = ["Root", "RootDownError"]
 
 _FULL_PAUSES: Final = 10
+_NO_RIGHT: Final = "nothing can be written in the directory: it is read-only, or this user lacks the right"
 _LOOK_S: Final = 1.0
 _SOON: Final = 0.9  # of a pause: who comes after one finds that it is over
 _PROBE_MIN_NBYTES: Final = 4 << 10
@@ -144,7 +145,7 @@ class Root:
             self._look_at = time.monotonic() + _LOOK_S
         self.charge(scan.overhead_nbytes + self._quarantine.nbytes)
         if held is None:
-            self._problems.begin(self.path, "writes fail", "nothing can be written in the directory")
+            self._problems.begin(self.path, "writes fail", _NO_RIGHT)
         return scan
 
     def _require_same_device(self, fd: int, device: int) -> None:
@@ -380,7 +381,7 @@ class Root:
     def why_no_writes(self) -> str:
         """Why writes are refused, if so: for a while, or until :meth:`try_writes` finds that they go well."""
         if self._held is None:
-            return "nothing can be written in the directory"
+            return _NO_RIGHT
         if time.monotonic() < self._no_writes_until:
             return "writes have failed, and are tried again in a moment"
         return ""

@@ -121,6 +121,7 @@ class DiskTier(Tier):
     def describe_options(cls, name: str, options: Mapping[str, object]) -> list[TierOption]:
         """See :class:`~kvferry.store.tier.Tier`."""
         found = DiskOptions.describe(f"tier {name}", options)
+        require_apart(DiskOptions.from_mapping(f"tier {name}", options).directories)
         eviction_policy(str(next(option.value for option in found if option.name == "eviction")))
         return found
 
