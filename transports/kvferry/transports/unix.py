@@ -42,12 +42,18 @@ __all__ = ["UnixConnection", "UnixListener", "UnixTransport"]
 
 _log = logging.getLogger(__name__)
 _OPTIONS: Final = ("rate", "spin", "allow_uid", "allow_gid")
+_SEND_BUFFER_NBYTES: Final = 1 << 20
 _MAX_SPIN_S: Final = 0.01
 _MAX_ID: Final = 2**32 - 2
 _SO_PEERGROUPS: Final = 59  # <asm-generic/socket.h>; not named by the socket module
 _MAX_BATCH: Final = 253  # SCM_MAX_FD
 _INT_NBYTES: Final = struct.calcsize("i")
 _BATCH_ROOM: Final = socket.CMSG_SPACE(_MAX_BATCH * _INT_NBYTES)
+# Plain numbers: an operation on members of the socket module's enums costs as much as a system call.
+_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
+_PEEK: Final = int(socket.MSG_PEEK)
+_NOW: Final = int(socket.MSG_DONTWAIT)
 # What a listener sends to a process that it does not let in, before anything else: this and a text.
 _REFUSED: Final = bytes.fromhex("00ff4b564659d5c41e0a7bb20d93e6f8")
 _MAX_REFUSAL_NBYTES: Final = 1024
@@ -243,6 +249,8 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
         admitted: bool = True,
     ) -> None:
         super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=settings.rate)
+        # what the kernel allows of it: a message that fits is handed over without a wake-up on the way
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
         self._credentials = credentials
         self._spin_s = settings.spin_s
         self._admitted = admitted
@@ -335,13 +343,11 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
     def _recv_call(self, batch: list[memoryview], flags: int) -> int:
         if not self._admitted:
             self._hear_verdict(flags)
-        n, ancillary, found, _ = self._guard.sock.recvmsg_into(
-            batch, self._room, flags | socket.MSG_CMSG_CLOEXEC
-        )
+        n, ancillary, found, _ = self._guard.sock.recvmsg_into(batch, self._room, flags | _CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._taken.extend(array.array("i", data[: len(data) - len(data) % _INT_NBYTES]))
-        if found & socket.MSG_CTRUNC:
+        if found & _TRUNCATED:
             raise self._truncated()
         return n
 
@@ -366,7 +372,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
             OSError: If nothing is there yet, or the connection is broken.
         """
         most = len(_REFUSED) + _MAX_REFUSAL_NBYTES
-        head = self._guard.sock.recv(most, socket.MSG_PEEK | (flags & socket.MSG_DONTWAIT))
+        head = self._guard.sock.recv(most, _PEEK | (flags & _NOW))
         if head.startswith(_REFUSED):
             reason = head[len(_REFUSED) :].decode(errors="replace")
             raise AuthError("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason))
@@ -375,7 +381,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
     def _failed(self, error: OSError, doing: str) -> KVFerryError:
         if not self._admitted and not self._guard.closed:
             try:
-                self._hear_verdict(socket.MSG_DONTWAIT)
+                self._hear_verdict(_NOW)
             except AuthError as refusal:
                 return refusal
             except OSError:
@@ -395,7 +401,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
         scratch = bytearray(1 << 16)
         until = time.monotonic() + 0.05
         with contextlib.suppress(OSError):
-            while time.monotonic() < until and self._guard.sock.recv_into(scratch, 0, socket.MSG_DONTWAIT):
+            while time.monotonic() < until and self._guard.sock.recv_into(scratch, 0, _NOW):
                 pass
 
 
