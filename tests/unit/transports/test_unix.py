@@ -30,7 +30,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.testing.transports_common import open_descriptors
-from kvferry.transports import connect, listen, unix, unix_path
+from kvferry.transports import connect, listen, unix, unix_options, unix_path
 from kvferry.transports.base import Listener
 from kvferry.transports.unix import UnixConnection
 
@@ -246,7 +246,6 @@ def _dial(url: str) -> UnixConnection:
         local_address="a",
         peer_address="b",
         credentials=(1, 0, 0),
-        settings=unix._parse(url)[1],
         admitted=False,
     )
 
@@ -298,7 +297,7 @@ def test_further_groups_count() -> None:
         pytest.skip("this process has no further group")
     one, other = socket.socketpair()
     with one, other:
-        assert groups <= set(unix._peer_groups(one))
+        assert groups <= set(unix_options.peer_groups(one))
 
 
 @pytest.mark.usefixtures("stranger")

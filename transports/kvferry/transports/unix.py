@@ -18,13 +18,11 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from kvferry.core.address import Address, parse_url
+from kvferry.core.address import Address
 from kvferry.core.errors import (
     AuthError,
-    ConfigError,
     ConnectError,
     ConnectionClosedError,
     KVFerryError,
@@ -33,19 +31,15 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.log import LogLimiter
-from kvferry.core.units import parse_rate, parse_seconds
 from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
 from kvferry.transports.sockets import GuardedSocket, SocketConnection, poll_timeout_ms
+from kvferry.transports.unix_options import UnixOptions, parse_unix
 from kvferry.transports.unix_path import SocketFile, bind_path, peer_credentials
 
 __all__ = ["UnixConnection", "UnixListener", "UnixTransport"]
 
 _log = logging.getLogger(__name__)
-_OPTIONS: Final = ("rate", "spin", "allow_uid", "allow_gid")
 _SEND_BUFFER_NBYTES: Final = 1 << 20
-_MAX_SPIN_S: Final = 0.01
-_MAX_ID: Final = 2**32 - 2
-_SO_PEERGROUPS: Final = 59  # <asm-generic/socket.h>; not named by the socket module
 _MAX_BATCH: Final = 253  # SCM_MAX_FD
 _INT_NBYTES: Final = struct.calcsize("i")
 _BATCH_ROOM: Final = socket.CMSG_SPACE(_MAX_BATCH * _INT_NBYTES)
@@ -57,27 +51,6 @@ _NOW: Final = int(socket.MSG_DONTWAIT)
 # What a listener sends to a process that it does not let in, before anything else: this and a text.
 _REFUSED: Final = bytes.fromhex("00ff4b564659d5c41e0a7bb20d93e6f8")
 _MAX_REFUSAL_NBYTES: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """The options of an address."""
-
-    rate: float | None
-    spin_s: float
-    uids: frozenset[int]
-    gids: frozenset[int]
-
-    @property
-    def open(self) -> bool:
-        """Whether others than the own user are let in."""
-        return bool(self.uids or self.gids)
-
-    def admits(self, sock: socket.socket, uid: int, gid: int) -> bool:
-        """Whether the process at the other end of ``sock`` may be there."""
-        if uid in (0, os.geteuid()) or uid in self.uids:
-            return True
-        return bool(self.gids) and not self.gids.isdisjoint({gid, *_peer_groups(sock)})
 
 
 class UnixTransport(Transport):
@@ -95,7 +68,7 @@ class UnixTransport(Transport):
             ConnectError: See :meth:`Transport.connect`.
             ConfigError: See :meth:`Transport.connect`.
         """
-        parsed, settings = _parse(address)
+        parsed, settings = parse_unix(address)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _dial(sock, parsed, deadline)
@@ -105,12 +78,12 @@ class UnixTransport(Transport):
                     f"process {pid} of uid {uid}, gid {gid} listens on unix://{parsed.path}, this one has "
                     f"uid {os.geteuid()}; if that is meant, add allow_uid={uid} to the address"
                 )
-            return UnixConnection(
+            return _connection(
                 sock,
+                settings,
+                credentials,
                 local_address=_end_url(parsed.path, os.getpid(), os.geteuid()),
                 peer_address=parsed.url,
-                credentials=credentials,
-                settings=settings,
                 admitted=False,
             )
         except BaseException:
@@ -123,7 +96,7 @@ class UnixTransport(Transport):
         The file is for the own user alone (0600), unless others are allowed; then it is open to all (0666)
         and what counts is who they are.
         """
-        parsed, settings = _parse(address)
+        parsed, settings = parse_unix(address)
         sock, file = bind_path(parsed.path, 0o666 if settings.open else 0o600)
         return UnixListener(sock, file, parsed, settings)
 
@@ -134,7 +107,7 @@ class UnixListener(Listener):
     Closing removes the file if it is still the same one; a forked child's copy leaves it alone.
     """
 
-    def __init__(self, sock: socket.socket, file: SocketFile, asked: Address, settings: _Settings) -> None:
+    def __init__(self, sock: socket.socket, file: SocketFile, asked: Address, settings: UnixOptions) -> None:
         sock.setblocking(False)
         self._guard = GuardedSocket(sock)
         self._file = file
@@ -193,17 +166,18 @@ class UnixListener(Listener):
         try:
             credentials = pid, uid, gid = peer_credentials(sock)
             if self._settings.admits(sock, uid, gid):
-                return UnixConnection(
+                return _connection(
                     sock,
+                    self._settings,
+                    credentials,
                     local_address=self._address,
                     peer_address=_end_url(self._file.path, pid, uid),
-                    credentials=credentials,
-                    settings=self._settings,
+                    admitted=True,
                 )
         except BaseException:
             sock.close()
             raise
-        text = f"the listener on {self._address} lets in uid {os.geteuid()} and root{_also(self._settings)}"
+        text = f"the listener on {self._address} lets in uid {os.geteuid()} and root{self._settings.others}"
         _refuse(sock, f"{text}; process {pid} has uid {uid}, gid {gid}: ask its owner for allow_uid={uid}")
         self._limiter.log(
             logging.WARNING, uid, "%s; process %d of uid %d, gid %d was refused", text, pid, uid, gid
@@ -234,7 +208,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
         local_address: URL of this end.
         peer_address: URL of the other end.
         credentials: (pid, uid, gid) of the peer.
-        settings: Rate and spin.
+        rate: Bytes a second at which it sends; ``None`` for as fast as it goes.
         admitted: Whether the other end has no say any more in who connects.
     """
 
@@ -245,14 +219,13 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
         local_address: str,
         peer_address: str,
         credentials: tuple[int, int, int],
-        settings: _Settings,
+        rate: float | None = None,
         admitted: bool = True,
     ) -> None:
-        super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=settings.rate)
+        super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=rate)
         # what the kernel allows of it: a message that fits is handed over without a wake-up on the way
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
         self._credentials = credentials
-        self._spin_s = settings.spin_s
         self._admitted = admitted
         self._room = 0  # for descriptors, in the call that receives
         self._taken: list[int] = []
@@ -313,32 +286,6 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
             )
 
     # -- receiving -------------------------------------------------------------------------------------
-
-    def wait_readable(self, deadline: float) -> bool:
-        """See :meth:`Connection.wait_readable`; looks for a while before it sleeps if told to spin."""
-        if self._spin_s:
-            until = min(time.monotonic() + self._spin_s, deadline)
-            while (now := time.monotonic()) < until:
-                if super().wait_readable(now):
-                    return True
-        return super().wait_readable(deadline)
-
-    def _recv_some(
-        self,
-        batch: list[memoryview],
-        deadline: float,
-        doing: str,
-        *,
-        waits: bool,
-        all_of_it: bool = True,
-    ) -> int:
-        if waits and self._spin_s:
-            until = min(time.monotonic() + self._spin_s, deadline)
-            while time.monotonic() < until:
-                n = super()._recv_some(batch, deadline, doing, waits=False)
-                if n >= 0:
-                    return n
-        return super()._recv_some(batch, deadline, doing, waits=waits, all_of_it=all_of_it)
 
     def _recv_call(self, batch: list[memoryview], flags: int) -> int:
         if not self._admitted:
@@ -405,49 +352,62 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
                 pass
 
 
-def _parse(address: str) -> tuple[Address, _Settings]:
-    parsed = parse_url(address, options=_OPTIONS)
-    if parsed.scheme != "unix":
-        raise ConfigError(f"address {address!r}: is not a unix address")
-    options = parsed.options
-    try:
-        rate = parse_rate(options["rate"]) if "rate" in options else None
-        spin_s = parse_seconds(options.get("spin", "0"))
-        uids, gids = (_parse_ids(name, options.get(name)) for name in ("allow_uid", "allow_gid"))
-    except ConfigError as error:
-        raise ConfigError(f"address {address!r}: {error}") from error
-    if spin_s > _MAX_SPIN_S:
-        raise ConfigError(
-            f"address {address!r}: spin is {spin_s:g} s, it is meant to be shorter than a wake-up takes "
-            f"(50us), and may be {_MAX_SPIN_S:g} s at most"
-        )
-    return parsed, _Settings(rate, spin_s, uids, gids)
+class _SpinningConnection(UnixConnection):
+    """Looks for bytes again and again for a while before it sleeps."""
+
+    _spin_s = 0.0
+
+    def wait_readable(self, deadline: float) -> bool:
+        """See :meth:`Connection.wait_readable`."""
+        until = min(time.monotonic() + self._spin_s, deadline)
+        while (now := time.monotonic()) < until:
+            if super().wait_readable(now):
+                return True
+        return super().wait_readable(deadline)
+
+    def _recv_some(
+        self,
+        batch: list[memoryview],
+        deadline: float,
+        doing: str,
+        *,
+        waits: bool,
+        all_of_it: bool = True,
+    ) -> int:
+        if waits:
+            until = min(time.monotonic() + self._spin_s, deadline)
+            while time.monotonic() < until:
+                n = super()._recv_some(batch, deadline, doing, waits=False)
+                if n >= 0:
+                    return n
+        return super()._recv_some(batch, deadline, doing, waits=waits, all_of_it=all_of_it)
 
 
-def _parse_ids(name: str, text: str | None) -> frozenset[int]:
-    ids = text.split(",") if text is not None else []
-    for one in ids:
-        if not (one.isascii() and one.isdigit() and len(one) <= 10 and int(one) <= _MAX_ID):
-            raise ConfigError(f"{name}={text}: write numbers with commas between, as in {name}=1000,1001")
-    return frozenset(map(int, ids))
-
-
-def _also(settings: _Settings) -> str:
-    named = [("uid", settings.uids), ("gid", settings.gids)]
-    return "".join(f", {kind} {', '.join(map(str, sorted(ids)))}" for kind, ids in named if ids)
+def _connection(
+    sock: socket.socket,
+    settings: UnixOptions,
+    credentials: tuple[int, int, int],
+    *,
+    local_address: str,
+    peer_address: str,
+    admitted: bool,
+) -> UnixConnection:
+    cls = _SpinningConnection if settings.spin_s else UnixConnection
+    connection = cls(
+        sock,
+        local_address=local_address,
+        peer_address=peer_address,
+        credentials=credentials,
+        rate=settings.rate,
+        admitted=admitted,
+    )
+    if isinstance(connection, _SpinningConnection):
+        connection._spin_s = settings.spin_s
+    return connection
 
 
 def _end_url(path: str, pid: int, uid: int) -> str:
     return Address("unix", path=path, options={"uid": str(uid), "pid": str(pid)}).url
-
-
-def _peer_groups(sock: socket.socket) -> tuple[int, ...]:
-    """The further groups of the peer; none where the kernel does not say, or has more than fit."""
-    try:
-        data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)
-    except OSError:
-        return ()
-    return struct.unpack(f"{len(data) // 4}I", data[: len(data) // 4 * 4])
 
 
 def _dial(sock: socket.socket, parsed: Address, deadline: float) -> None:
