@@ -91,7 +91,7 @@ def test_matching_views_are_filled_without_a_copy(pool: ThreadPoolExecutor, meet
             other.recv_into([view], soon())
         sending.result(30)
         incoming: Any = other
-        assert incoming._in._bounce is None
+        assert len(incoming._in._bounce or b"") < 8192, "only what is small was buffered"
     assert np.array_equal(data, received)
 
 

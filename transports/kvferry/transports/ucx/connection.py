@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection
@@ -56,30 +58,38 @@ class UcxConnection(Connection):
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`. Host memory only."""
         views = [view for part in parts if len(view := _host_view(part))]
+        self._control.enter()
         try:
-            with self._control.descriptor(), self._sending:
+            with self._sending:
                 self._check(deadline, "sending")
+                if self._in.lane is not None:
+                    self._out.expect_answers()
                 if views:
                     self._out.send(views, deadline)
         finally:
+            self._control.leave()
             self._release_if_closed()
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`. Host memory only."""
+        self._control.enter()
         try:
-            with self._control.descriptor(), self._receiving:
+            with self._receiving:
                 self._check(deadline, "receiving")
                 self._in.recv_into(views, deadline)
         finally:
+            self._control.leave()
             self._release_if_closed()
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """See :meth:`Connection.recv_at_least`."""
+        self._control.enter()
         try:
-            with self._control.descriptor(), self._receiving:
+            with self._receiving:
                 self._check(deadline, "receiving")
                 return self._in.recv_at_least(view, minimum, deadline)
         finally:
+            self._control.leave()
             self._release_if_closed()
 
     def wait_readable(self, deadline: float) -> bool:
@@ -144,6 +154,8 @@ class UcxConnection(Connection):
 
 
 def _host_view(part: Buf) -> memoryview:
+    if isinstance(part, (bytes, memoryview, bytearray, np.ndarray)):
+        return as_bytes_view(part)
     if hasattr(part, "__cuda_array_interface__"):
         raise TypeError(_on_device(part, "CUDA"))
     try:

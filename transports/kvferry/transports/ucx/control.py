@@ -38,6 +38,18 @@ class ControlSocket(SocketConnection):
         """Whether this end was closed or aborted."""
         return self._guard.closed
 
+    def enter(self) -> None:
+        """A call starts that uses the socket beside the methods of this class; it needs its :meth:`leave`.
+
+        Raises:
+            ConnectionClosedError: If this end was closed, or belongs to the parent of this process.
+        """
+        self._guard.enter(self._name)
+
+    def leave(self) -> None:
+        """The call ends."""
+        self._guard.leave()
+
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
         """The descriptor, which stays open meanwhile.

@@ -36,6 +36,7 @@ from kvferry.transports.ucx.target import Slot, Target
 __all__ = ["Incoming"]
 
 _MAX_BOUNCE_NBYTES: Final = 64 << 20
+_ROUNDS: Final = 8  # looks for messages to one look at the socket
 _SMALL_NBYTES: Final = 8 << 10  # comes through the socket
 
 
@@ -209,21 +210,21 @@ class Incoming:
         Returns:
             The bytes of such a message, else -1.
         """
-        idle_since = 0.0
+        idle_since, probe, progress, request = 0.0, lane.probe, lane.progress, slot.request
         while True:
-            if (nbytes := lane.probe(self._position)) >= 0:
-                return nbytes
-            if slot.request is not None and slot.request.completed:
-                return -1
+            for _ in range(_ROUNDS):
+                if (nbytes := probe(self._position)) >= 0:
+                    return nbytes
+                if request is not None and request.completed:
+                    return -1
+                if progress():
+                    idle_since = 0.0
             if self._ended is not None:
                 return self._last_message(lane, slot, self._ended)
             if lane.socket_ready():
                 self._read_frame(deadline)
                 return -1
-            if lane.progress():
-                idle_since = 0.0
-            else:
-                idle_since = lane.idle(idle_since, deadline, "receiving", reading=True)
+            idle_since = lane.idle(idle_since, deadline, "receiving", reading=True)
 
     def _last_message(self, lane: Lane, slot: Slot, end: ConnectionClosedError) -> int:
         """After the end of the socket: what came before it may still be on its way through UCX."""
@@ -273,7 +274,8 @@ class Incoming:
         """
         if self._lane is not None:
             self._lane.settle(deadline)
-        while not self._plain and not self._ended and self._control.readable(0.0):
+        lane = self._lane
+        while not self._plain and not self._ended and lane is not None and lane.socket_ready():
             if not self._read_frame(deadline):
                 break
         if self._ended is not None and self._ended.__cause__ is not None:

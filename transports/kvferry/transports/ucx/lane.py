@@ -76,6 +76,8 @@ class Lane:
             self._poll_both = self._new_poll(select.POLLIN | select.POLLRDHUP)
             self._poll_socket = select.poll()
             self._poll_socket.register(self._control_fd, select.POLLIN | select.POLLRDHUP)
+        self._probed = 0
+        self._probe_tag = self._ucx.tag(message_tag(0, 0))
         self._position_mask = self._ucx.tag_mask(POSITION_MASK | HELLO_TAG)
 
     @property
@@ -137,7 +139,9 @@ class Lane:
 
     def probe(self, position: int) -> int:
         """Bytes of the message for ``position`` that has come and that nothing was posted for, or -1."""
-        found = self._worker.tag_probe(self._ucx.tag(message_tag(position, 0)), self._position_mask)
+        if position != self._probed:
+            self._probed, self._probe_tag = position, self._ucx.tag(message_tag(position, 0))
+        found = self._worker.tag_probe(self._probe_tag, self._position_mask)
         return int(found.length) if found.matched else -1
 
     # -- progress --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.core.buffers import Buf, copy_into, page_aligned, total_nbytes
+from kvferry.core.buffers import Buf, ByteArray, copy_into, page_aligned, total_nbytes
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, ProtocolError
 from kvferry.transports.ucx.context import Context
@@ -27,12 +27,13 @@ from kvferry.transports.ucx.frames import (
     pack_header,
 )
 from kvferry.transports.ucx.lane import WINDOW, Lane
-from kvferry.transports.ucx.library import Endpoint
+from kvferry.transports.ucx.library import Endpoint, Request
 from kvferry.transports.ucx.settings import Options
 
 __all__ = ["Outgoing"]
 
 _RUN_NBYTES: Final = 64 << 10
+_EAGER_NBYTES: Final = 8 << 10  # shorter ones do not wait for their receiver
 _BOUNCE_NBYTES: Final = 1 << 20
 _RETRACT_S: Final = 0.1
 _SETTLE_S: Final = 1.0
@@ -79,6 +80,9 @@ class Outgoing:
         self._error_handling = error_handling
         self._lane: Lane | None = None
         self._endpoint: Endpoint | None = None
+        self._hello: Request | None = None
+        self._answer: ByteArray = np.zeros(0, np.uint8)
+        self._wanted = False
         self._position = 0
         self._bounce: memoryview | None = None
         self._broken = ""
@@ -93,7 +97,10 @@ class Outgoing:
         nbytes = total_nbytes(views)
         try:
             if nbytes <= self._options.inline_nbytes:
-                self._control.send([pack_header(DATA, nbytes, self._position), *views], deadline)
+                if nbytes < _EAGER_NBYTES and self._is_opened(deadline):
+                    self._send_small(views, nbytes, deadline)
+                else:
+                    self._control.send([pack_header(DATA, nbytes, self._position), *views], deadline)
                 self._position += nbytes
                 return
             for plan in self._plans(views):
@@ -121,6 +128,33 @@ class Outgoing:
             self._lane = self._endpoint = None
         self._broken = self._broken or "it was closed"
 
+    # -- small messages --------------------------------------------------------------------------------
+
+    def expect_answers(self) -> None:
+        """The peer sends large messages: open the lane with the next small one, so that answers are fast."""
+        self._wanted = True
+
+    def _is_opened(self, deadline: float) -> bool:
+        """Whether small messages may go by UCX: where they end up in shared memory, whoever reads."""
+        if self._error_handling or not (self._wanted or self._lane):
+            return False
+        if self._endpoint is None:
+            lane, hello = self._begin_opening(deadline)
+            lane.progress()
+            if not hello.completed:  # the peer has not come to it
+                return False
+            self._opened(deadline)
+        return True
+
+    def _send_small(self, views: list[memoryview], nbytes: int, deadline: float) -> None:
+        """Send by UCX, which copies."""
+        lane, endpoint = self._opened(deadline)
+        data = views[0] if len(views) == 1 else b"".join(views)
+        request = lane.send(endpoint, data, message_tag(self._position, nbytes))
+        if not request.completed:
+            lane.post(request, data)
+            lane.drive(0, deadline, f"sending {nbytes} bytes")
+
     # -- what is sent together -------------------------------------------------------------------------
 
     def _plans(self, views: list[memoryview]) -> Iterator[_Plan]:
@@ -131,6 +165,8 @@ class Outgoing:
             if len(run) == 1 and nbytes > self._options.inline_nbytes:
                 for message in cut(run[0]):
                     plan.add_message(message)
+            elif nbytes < _EAGER_NBYTES and not self._error_handling:
+                plan.add_message(run[0] if len(run) == 1 else memoryview(b"".join(run)))
             elif nbytes <= _RUN_NBYTES:
                 if plan.frames_nbytes + nbytes > _RUN_NBYTES:
                     yield plan
@@ -186,19 +222,27 @@ class Outgoing:
 
     def _opened(self, deadline: float) -> tuple[Lane, Endpoint]:
         """The lane, made by the first large message, once the peer is there to receive it."""
-        if self._lane is None or self._endpoint is None:
+        if self._lane is not None and self._endpoint is not None:
+            return self._lane, self._endpoint
+        lane, _ = self._begin_opening(deadline)
+        lane.drive(0, deadline, "waiting for the peer to receive the first large message")
+        (nbytes,) = LENGTH.unpack_from(self._answer.data)
+        if not 0 < nbytes <= MAX_ADDRESS_NBYTES:
+            raise ProtocolError(f"{self._control.name}: an address of {nbytes} bytes", remote=True)
+        there = self._answer[LENGTH.size : LENGTH.size + nbytes].tobytes()
+        self._endpoint = lane.endpoint(there, error_handling=self._error_handling)
+        return lane, self._endpoint
+
+    def _begin_opening(self, deadline: float) -> tuple[Lane, Request]:
+        """Tell the peer where the lane is; it answers when it receives."""
+        if self._lane is None or self._hello is None:
             self._lane = lane = Lane(self._context, self._control, self._options.spin_s)
-            answer = np.zeros(LENGTH.size + MAX_ADDRESS_NBYTES, np.uint8)
-            lane.post(lane.receive(answer, HELLO_TAG), answer)
+            self._answer = np.zeros(LENGTH.size + MAX_ADDRESS_NBYTES, np.uint8)
+            self._hello = lane.receive(self._answer, HELLO_TAG)
+            lane.post(self._hello, self._answer)
             address = lane.address
             self._control.send([pack_header(OPEN, len(address), self._position), address], deadline)
-            lane.drive(0, deadline, "waiting for the peer to receive the first large message")
-            (nbytes,) = LENGTH.unpack_from(answer.data)
-            if not 0 < nbytes <= MAX_ADDRESS_NBYTES:
-                raise ProtocolError(f"{self._control.name}: an address of {nbytes} bytes", remote=True)
-            there = answer[LENGTH.size : LENGTH.size + nbytes].tobytes()
-            self._endpoint = lane.endpoint(there, error_handling=self._error_handling)
-        return self._lane, self._endpoint
+        return self._lane, self._hello
 
     def _give_up(self, error: BaseException) -> None:
         """After an error in the middle: take back what the peer may read, and end the lane."""

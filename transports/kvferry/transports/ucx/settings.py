@@ -37,7 +37,7 @@ _MIN_INLINE_NBYTES: Final = 8 << 10  # smaller ones would not wait for their rec
 _MAX_INLINE_NBYTES: Final = 1 << 16
 _MAX_SPIN_S: Final = 0.01
 _DEFAULT_INLINE_NBYTES: Final = 16 << 10
-_DEFAULT_SPIN_S: Final = 50e-6
+_DEFAULT_SPIN_S: Final = 200e-6
 
 
 @dataclass(frozen=True, slots=True)
