@@ -6,6 +6,7 @@ Started by ``test_disk_mounts.py`` as root: ``unshare -m python disk_mounts.py F
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey, block_keys
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
@@ -111,8 +113,17 @@ def read_only(tier: DiskTier, disk: Path) -> None:
     assert read(tier, held) == [ReadOutcome.HIT] * 4
     assert said("Read-only file system") == 1
     mount("-o", "remount,rw", str(disk))
+    wait_until(lambda: tier.usage().healthy, 30)  # by itself
     wait_until(stored(tier, 500), 30)
-    assert tier.usage().healthy
+
+
+def refusal(*directories: Path) -> str:
+    """What is said of directories that no tier may have."""
+    try:
+        DiskTier("both", DiskOptions(tuple(map(str, directories)), 1 << 20)).close()
+    except ConfigError as error:
+        return str(error)
+    return "taken"
 
 
 def vanished(tier: DiskTier, disk: Path, again: Path) -> None:
@@ -120,15 +131,23 @@ def vanished(tier: DiskTier, disk: Path, again: Path) -> None:
     held = keys(2, 4)
     assert read(tier, held) == [ReadOutcome.HIT] * 4
     mount("--bind", str(disk), str(again))
+    assert "are the same directory" in refusal(disk, again)
+    assert "lies inside" in refusal(disk / "x", again)
     subprocess.run(["umount", "-l", str(disk)], check=True, timeout=30)
-    # the tier's descriptors still reach it: that is no loss; a new start on the empty mount point is
+    # the tier's descriptors still reach it, and it notices all the same
+    numbers = itertools.count(7000)
+
+    def noticed() -> bool:
+        write(tier, keys(next(numbers), 1))
+        return said("has vanished") == 1
+
+    wait_until(noticed, 30)
+    assert write(tier, keys(next(numbers), 1)) == [WriteOutcome.FAILED]
     assert not list(disk.iterdir())
-    tier.close()
     mount("--bind", str(again), str(disk))
-    found = DiskTier("disk", tier.options)
-    found.open(SPACE)
-    assert read(found, held) == [ReadOutcome.HIT] * 4
-    found.close()
+    wait_until(lambda: tier.usage().healthy, 30)
+    assert read(tier, held) == [ReadOutcome.HIT] * 4
+    tier.close()
 
 
 def main(folder: Path) -> None:

@@ -143,8 +143,9 @@ def _lock(fd: int, root: int, path: str) -> None:
 
 def _holder(root: int) -> str:
     pid = _written_pid(root)
-    if pid == os.getpid():
-        return "another tier of this process"
+    if pid == os.getpid():  # two containers may have the same pid
+        here = lock_owner(root) == pid
+        return "another tier of this process" if here else f"a process elsewhere (pid {pid} there)"
     return f"another process (pid {'unknown' if pid is None else pid})"
 
 
