@@ -67,7 +67,7 @@ class TransportDeadlines(TransportFixtures):
                 one.send([blocking_buffer()], deadline_in(SHORT_S))
             started = time.monotonic()
             one.close()
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < self.late_s
 
     def test_connect_to_nobody_who_accepts_ends_in_time(self) -> None:
         """Whether or not it is made before it is accepted, it does not wait past its deadline."""
@@ -77,4 +77,4 @@ class TransportDeadlines(TransportFixtures):
                 self.transport().connect(self.dial_url(listener), deadline_in(SHORT_S)).abort()
             except ConnectError as error:
                 assert listener.address.partition("?")[0] in str(error)  # noqa: PT017 - may also be made
-            assert time.monotonic() - started < SHORT_S + 3
+            assert time.monotonic() - started < SHORT_S + self.late_s

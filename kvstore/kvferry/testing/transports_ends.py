@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError
 from kvferry.testing.threads import Blocked
 from kvferry.testing.transports_common import TransportFixtures, blocking_buffer, random_bytes
@@ -83,12 +82,12 @@ class TransportEnds(TransportFixtures):
     def test_end_wakes_blocked_threads_on_both_sides(self, pool: ThreadPoolExecutor, end: str) -> None:
         def send_on(connection: Connection) -> None:
             while True:  # closing may take some of it
-                connection.send([blocking_buffer()], deadline_in(60))
+                connection.send([blocking_buffer()], self.much_later())
 
         with self.connected() as (one, other):
             blocked = [
-                Blocked(pool, lambda: one.send([blocking_buffer()], deadline_in(60))),
-                Blocked(pool, lambda: one.recv_into([memoryview(bytearray(9))], deadline_in(60))),
+                Blocked(pool, lambda: one.send([blocking_buffer()], self.much_later())),
+                Blocked(pool, lambda: one.recv_into([memoryview(bytearray(9))], self.much_later())),
                 Blocked(pool, lambda: send_on(other)),
             ]
             # what the other end is sending satisfies the receive; the next one has to block for more
@@ -104,11 +103,11 @@ class TransportEnds(TransportFixtures):
 
             def wait() -> object:
                 if call == "wait":
-                    return one.wait_readable(deadline_in(60))
-                return one.recv_into([memoryview(bytearray(9))], deadline_in(60))
+                    return one.wait_readable(self.much_later())
+                return one.recv_into([memoryview(bytearray(9))], self.much_later())
 
             mine = Blocked(pool, wait)
-            theirs = Blocked(pool, lambda: other.recv_into([memoryview(bytearray(9))], deadline_in(60)))
+            theirs = Blocked(pool, lambda: other.recv_into([memoryview(bytearray(9))], self.much_later()))
             getattr(one, end)()
             mine.assert_ends_with(ConnectionClosedError)
             theirs.assert_ends_with(ConnectionClosedError)

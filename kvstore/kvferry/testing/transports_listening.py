@@ -92,7 +92,7 @@ class TransportListening(TransportFixtures):
 
     def test_listener_closed_while_accepting(self, pool: ThreadPoolExecutor) -> None:
         with self.listening() as listener:
-            accepting = Blocked(pool, lambda: listener.accept(deadline_in(60)))
+            accepting = Blocked(pool, lambda: listener.accept(self.much_later()))
             listener.close()
             accepting.assert_ends_with(ConnectionClosedError)
             listener.close()

@@ -17,7 +17,11 @@ __all__ = ["Connection", "Listener", "SharedMemoryConnection", "Transport"]
 
 
 class Connection(ABC):
-    """A stream of bytes each way, reliable and in order."""
+    """A stream of bytes each way, reliable and in order.
+
+    After a fork it stays the parent's: in the child every call raises :class:`ConnectionClosedError` at once,
+    saying so, and ``close`` and ``abort`` leave the stream alone.
+    """
 
     @property
     @abstractmethod
