@@ -58,7 +58,8 @@ class CodecPipeline:
             )
         self.codec: Final = codecs[0] if codecs else RawCodec()
         self.lossless: Final = all(s.lossless for s in stages)
-        self._plain = not self.arrays and not self.bytes and isinstance(self.codec, RawCodec)
+        self._alone = not self.arrays and not self.bytes
+        self._plain = self._alone and isinstance(self.codec, RawCodec)
         self._check = check
         self._named = stage_bytes(tuple((s.codec_id, s.config()) for s in stages))
         self._header = header_nbytes(self._named)
@@ -77,7 +78,7 @@ class CodecPipeline:
         """
         return cls([_parse_stage(text, part.strip()) for part in text.split("|")], check=check)
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The text form, which :meth:`parse` reads back to an equal pipeline."""
         return "|".join(_stage_text(s) for s in self.stages)
@@ -107,6 +108,8 @@ class CodecPipeline:
 
     def max_encoded_nbytes(self, layer: LayerSpec, count: int = 1) -> int:
         """What :meth:`encode_into` needs: a header and the larger of the slices and what a stage makes."""
+        if self._alone:
+            return self._header + max(layer.nbytes * count, self.codec.max_encoded_nbytes(layer, count))
         return self._header + max(layer.nbytes * count, self._body_bounds(layer, count)[-1])
 
     def encode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> int:
@@ -179,6 +182,8 @@ class CodecPipeline:
         return found
 
     def _encode(self, src: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> int:
+        if self._alone:
+            return self.codec.encode_into(src, layer, dst)
         layers = self._layers(layer)
         data = src
         for index, stage in enumerate(self.arrays):
@@ -198,6 +203,9 @@ class CodecPipeline:
         return len(data)
 
     def _decode(self, body: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> None:
+        if self._alone:
+            self.codec.decode_into(body, layer, dst)
+            return
         layers = self._layers(layer)
         bounds = self._body_bounds(layer, count)
         raw = isinstance(self.codec, RawCodec)

@@ -113,6 +113,13 @@ class LayerSpec:
         if len(set(names)) != len(names):
             raise ConfigError(f"tensors of a layer need different names, got {names}")
 
+    def __hash__(self) -> int:
+        return self._hash  # what is derived from a layer is kept by layer, and looked up with every slice
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.tensors)
+
     @cached_property
     def data_nbytes(self) -> int:
         """Bytes of the tensors, without padding."""

@@ -10,7 +10,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the formats are littl
 
 extern const kvc_kernels kvc_portable;
 #if defined(__x86_64__)
-extern const kvc_kernels kvc_avx2;
+extern const kvc_kernels kvc_avx2, kvc_avx512;
 #elif defined(__aarch64__)
 extern const kvc_kernels kvc_neon;
 #endif
@@ -20,16 +20,16 @@ static const kvc_kernels *chosen(void) {
     static const kvc_kernels *found;
     if (found) return found;
     const kvc_kernels *k = &kvc_portable;
-    const char *wanted = getenv("KVFERRY_NATIVE_ISA"); // "portable" for tests
-    if (!wanted || strcmp(wanted, "portable")) {
+    const char *wanted = getenv("KVFERRY_NATIVE_ISA"); // the best one to take: "portable" or "avx2", for tests
+    const int best = !wanted ? 2 : !strcmp(wanted, "portable") ? 0 : !strcmp(wanted, "avx2") ? 1 : 2;
 #if defined(__x86_64__)
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma") &&
-            __builtin_cpu_supports("f16c"))
-            k = &kvc_avx2;
+    if (best > 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) k = &kvc_avx2;
+    if (best > 1 && k == &kvc_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2"))
+        k = &kvc_avx512;
 #elif defined(__aarch64__)
-        k = &kvc_neon;
+    if (best > 0) k = &kvc_neon;
 #endif
-    }
     found = k;
     return k;
 }

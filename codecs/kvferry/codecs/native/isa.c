@@ -1,5 +1,8 @@
-// One instruction set's kernels. Compiled once for each, with KVC_AVX2, KVC_NEON or neither.
-#if defined(KVC_AVX2)
+// One instruction set's kernels. Compiled once for each, with KVC_AVX2 (and KVC_AVX512), KVC_NEON or neither.
+#if defined(KVC_AVX512)
+#define KVC_TABLE kvc_avx512
+#define KVC_NAME "avx512"
+#elif defined(KVC_AVX2)
 #define KVC_TABLE kvc_avx2
 #define KVC_NAME "avx2"
 #elif defined(KVC_NEON)

@@ -91,4 +91,10 @@ def _pieces(plan: Plan) -> tuple[int, int]:
 
 
 def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
+    if not len(view):
+        return 0
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(
+        ctypes.c_char.from_buffer(view)
+    )  # three times as fast, but not for read-only views

@@ -175,6 +175,15 @@ static inline void v_pack3(v32 k, uint8_t *d) { // 12 bytes
     kvc_put64(d, a | b << 24 | c << 48);
     kvc_put32(d + 8, (uint32_t)(c >> 16 | e << 8));
 }
+#if defined(KVC_AVX512)
+static inline v32 v_unpack3(const uint8_t *s) {
+    const __m128i x = _mm_set_epi64x((int64_t)kvc_u32(s + 8), (int64_t)kvc_u64(s)); // no byte behind the twelve is read
+    const __m256i three = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x), _mm256_setr_epi8(
+        0, 1, 2, -1, -1, -1, -1, -1, 3, 4, 5, -1, -1, -1, -1, -1, 6, 7, 8, -1, -1, -1, -1, -1, 9, 10, 11, -1, -1, -1, -1, -1));
+    const __m256i at = _mm256_set1_epi64x(0x15120f0c09060300); // byte i takes the bits from 3 i on
+    return _mm256_and_si256(_mm256_multishift_epi64_epi8(at, three), _mm256_set1_epi8(7));
+}
+#else
 static inline v32 v_unpack3(const uint8_t *s) {
     uint8_t t[32];
     const uint64_t x = kvc_u64(s), y = kvc_u32(s + 8);
@@ -184,4 +193,27 @@ static inline v32 v_unpack3(const uint8_t *s) {
     kvc_put64(t + 24, unpack3((uint32_t)(y >> 8)));
     return v_load(t);
 }
+#endif
+
+// ---- escapes: the elements that `mask` names, from v to bytes one behind the other and back. 32 bytes at `to` are
+// touched, and `from` has at least as many bytes as the mask has bits.
+#if defined(KVC_AVX512)
+static inline void v_compress(v32 v, uint32_t mask, uint8_t *to) { v_store(to, _mm256_maskz_compress_epi8(mask, v)); }
+static inline v32 v_expand(v32 v, uint32_t mask, const uint8_t *from, int number) {
+    return _mm256_mask_expand_epi8(v, mask, _mm256_maskz_loadu_epi8(_bzhi_u32(0xffffffff, (unsigned)number), from));
+}
+#else
+static inline void v_compress(v32 v, uint32_t mask, uint8_t *to) {
+    uint8_t t[32];
+    v_store(t, v);
+    for (; mask; mask &= mask - 1) *to++ = t[__builtin_ctz(mask)];
+}
+static inline v32 v_expand(v32 v, uint32_t mask, const uint8_t *from, int number) {
+    uint8_t t[32];
+    (void)number;
+    v_store(t, v);
+    for (; mask; mask &= mask - 1) t[__builtin_ctz(mask)] = *from++;
+    return v_load(t);
+}
+#endif
 #endif
