@@ -3,6 +3,7 @@
 #   make test       all tests but the long ones, with branch coverage     (options: make test ARGS="-k wire")
 #   make test-real  the tests that need the real model, which is fetched once (93 MB)
 #   make soak       everything at full scale, and the real model's tests
+#   make asan      the native kernels under AddressSanitizer and UBSan
 #   make lint       style, types, layers, nothing newer than Python 3.10
 #   make bench      layer streaming                                       (others: make bench ARGS=list)
 #   make clean      removes .venv and everything that was built
@@ -24,7 +25,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # children of tests find the data file and settings wherever they run
 export COVERAGE_FILE := $(CURDIR)/.coverage
 
-.PHONY: help demo test test-real soak bench lint lint-style lint-types lint-layers lint-py310 format clean setup-demo setup-dev
+.PHONY: help demo test test-real soak asan bench lint lint-style lint-types lint-layers lint-py310 format clean setup-demo setup-dev
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,6 +55,9 @@ test-real: setup-dev
 
 soak: setup-dev
 	@$(BIN)/python -m pytest -m "soak or real_model" --timeout 3600 --durations=15 $(ARGS)
+
+asan: setup-dev
+	@$(BIN)/python -m pytest tests/unit/codecs/test_native.py -k sanitizers $(ARGS)
 
 bench: setup-demo
 	@$(BIN)/kvferry bench $(if $(ARGS),$(ARGS),stream)
