@@ -45,6 +45,13 @@ def test_throughput_stands_beside_a_bare_socket_and_memcpy() -> None:
         assert line["cpu_s_per_gb"] is not None
 
 
+def test_on_one_machine_memory_is_written_by_the_sender() -> None:
+    (line,) = lines("stream", "--runs", "1", "--layers", "2", "--tokens", "256", "--transport", "unix")
+    assert line["params"]["transport"] == "unix"
+    assert line["params"]["checksum"] == "off"
+    assert line["verified"] is True
+
+
 def test_overlap_stands_beside_the_longer_of_both_and_sending_at_the_end() -> None:
     pytest.importorskip("torch")
     (line,) = lines("stream", "--model", "tiny", "--runs", "1", "--tokens", "256")

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CorruptBlockError, KVFerryError
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KVSpec
-from kvferry.streaming import LayerReceiver
+from kvferry.streaming import STREAM_CAPABILITIES, LayerReceiver, SegmentGrant, WriterWatch
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire.messages import BeginStream, Ping, Pong
 
@@ -47,13 +48,15 @@ def _verify(receiver: LayerReceiver, begin: BeginStream) -> None:
                 raise CorruptBlockError(f"layer {layer} of block {block} arrived with other bytes")
 
 
-def _serve(channel: Channel, store: MemoryStore) -> None:
+def _serve(channel: Channel, store: MemoryStore, watch: WriterWatch) -> None:
+    grant = SegmentGrant(channel, store.arena, watch)
     while (incoming := channel.receive_idle(deadline_in(_IDLE_S))) is not None:
         message = incoming.message
         if isinstance(message, Ping):
             channel.send(Pong(at=time.monotonic()), deadline=deadline_in(_WAIT_S))
         elif isinstance(message, BeginStream):
-            receiver = LayerReceiver(channel, store.namespace(message.spec, message.scope), message)
+            namespace = store.namespace(message.spec, message.scope)
+            receiver = LayerReceiver(channel, namespace, message, grant=grant)
             try:
                 receiver.start()
                 receiver.run(deadline_in(message.timeout_s))
@@ -71,8 +74,12 @@ class PeerProcess:
         pid: Its process id.
     """
 
-    def __init__(self, capacity_nbytes: int) -> None:
-        command = [sys.executable, "-m", "kvferry.bench.peer", "--capacity", str(capacity_nbytes)]
+    def __init__(self, capacity_nbytes: int, *, transport: str = "tcp") -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvf-")  # short: a socket's path has a limit
+        url = f"unix://{self._folder.name}/s" if transport == "unix" else f"{transport}://127.0.0.1:0"
+        command = [
+            sys.executable, "-m", "kvferry.bench.peer", "--capacity", str(capacity_nbytes), "--listen", url,
+        ]  # fmt: skip
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._child.pid
         assert self._child.stdout is not None
@@ -90,6 +97,7 @@ class PeerProcess:
     def close(self) -> None:
         """End it."""
         self._child.communicate(timeout=_WAIT_S)
+        self._folder.cleanup()
 
 
 def main() -> None:
@@ -97,13 +105,20 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     parser.add_argument("--capacity", type=int, required=True)
-    store = MemoryStore(parser.parse_args().capacity, lease_s=_IDLE_S)
+    parser.add_argument("--listen", default="tcp://127.0.0.1:0")
+    arguments = parser.parse_args()
+    store, watch = MemoryStore(arguments.capacity, lease_s=_IDLE_S), WriterWatch()
     # Off here leaves the choice to the sender: payloads carry a checksum unless both sides want none.
-    options = ChannelOptions(role="bench", session="bench-peer", checksum=False)
-    server = ChannelServer("tcp://127.0.0.1:0", options, lambda channel: _serve(channel, store), name="bench")
+    options = ChannelOptions(
+        role="bench", session="bench-peer", checksum=False, capabilities=STREAM_CAPABILITIES
+    )
+    server = ChannelServer(
+        arguments.listen, options, lambda channel: _serve(channel, store, watch), name="bench"
+    )
     print(server.address, flush=True)
     sys.stdin.read()
     server.close()
+    watch.close()
     store.close()
 
 

@@ -53,18 +53,24 @@ def stream(
     tokens: Annotated[Number, typer.Option(min=16, help="Tokens of the prompt. [default: 1536]")] = None,
     layers: Annotated[Number, typer.Option(min=1, help="Layers, without a model. [default: 30]")] = None,
     threads: Annotated[Number, typer.Option(min=1, help="Threads of the model. [default: 1]")] = None,
+    transport: Annotated[
+        Text, typer.Option(metavar="tcp|unix", help="Over what, without a model. [default: tcp]")
+    ] = None,
     runs: Runs = 9,
     as_json: Json = False,
 ) -> None:
-    """KV streamed layer by layer to another process over tcp: throughput, or with --model the overlap.
+    """KV streamed layer by layer to another process: throughput, or with --model the overlap.
 
-    Without a model: GB/s against a bare socket and a cold memcpy. With one: the seconds until the receiver
+    Without a model: GB/s against a bare socket and a cold memcpy; over unix it is written straight into the
+    memory of the other process. With one: the seconds until the receiver
     holds all KV of a prompt, over a link whose rate makes the transfer as long as the compute, against the
     longer of both, and against sending only after the last layer.
     """
     from kvferry.bench.registry import Options
 
-    params = {"model": model, "tokens": tokens, "layers": layers, "threads": threads}
+    params = {
+        "model": model, "tokens": tokens, "layers": layers, "threads": threads, "transport": transport,
+    }  # fmt: skip
     _run("stream", Options(runs=runs, params=params), as_json=as_json)
 
 

@@ -1,7 +1,8 @@
-"""``stream.layers``: KV from one process to another, layer by layer, over tcp.
+"""``stream.layers``: KV from one process to another, layer by layer, over tcp or into a shared arena.
 
 Without ``model`` it measures throughput: how near :class:`~kvferry.streaming.LayerSender` comes to a
-bare socket. With ``model`` it measures the promise of layer streaming: a real prefill whose KV leaves
+bare socket; with ``transport=unix`` the sender writes into the receiver's slots itself, and the ceiling is a
+copy of memory. With ``model`` it measures the promise of layer streaming: a real prefill whose KV leaves
 while the next layer computes, over a link so slow that the whole transfer takes as long as the whole
 compute.
 """
@@ -22,11 +23,12 @@ from kvferry.bench.registry import Options
 from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey, block_keys
 from kvferry.core.spec import DType, KeyScope, KVSpec, namespace_id
-from kvferry.streaming import LayerSender
+from kvferry.streaming import STREAM_CAPABILITIES, LayerSender
 from kvferry.testing.prompt_kv import kv_spec
-from kvferry.wire import Channel, ChannelOptions
+from kvferry.wire import Channel, ChannelOptions, SharedArena, can_share_arena
 from kvferry.wire.messages import Handoff, Ping, Pong, SamplingParams
 
 __all__ = ["run"]
@@ -42,7 +44,8 @@ def run(options: Options, progress: Progress) -> Iterator[Result]:
 
         yield from run_overlap(options, progress)
         return
-    for checksum in (True, False):
+    # what is written into slots has no checksum
+    for checksum in (True, False) if options.param("transport", "tcp") == "tcp" else (False,):
         yield _throughput(options, progress, checksum=checksum)
 
 
@@ -78,8 +81,11 @@ class _Streamer:
     """Sends whole streams over one channel; each has keys of its own, so nothing is present already."""
 
     def __init__(self, peer: PeerProcess, source: _Source, *, checksum: bool) -> None:
-        options = ChannelOptions(role="bench", session="bench", checksum=checksum)
+        options = ChannelOptions(
+            role="bench", session="bench", checksum=checksum, capabilities=STREAM_CAPABILITIES
+        )
         self._channel = Channel.connect(peer.address, options, deadline_in(_WAIT_S))
+        self._arena = SharedArena() if can_share_arena(self._channel) else None
         self._source, self._peer = source, peer
         self._streams = count(1)
 
@@ -93,7 +99,7 @@ class _Streamer:
         """Send one stream; timed from its first layer to the receiver's word that all is stored."""
         spec, (seed, whole) = self._source.spec, self._source.take()
         layers = [self._source.layer(whole, layer) for layer in range(len(spec.layers))]
-        sender = LayerSender(self._channel, spec)
+        sender = LayerSender(self._channel, spec, arena=self._arena)
         cpu = time.process_time() + self._peer.cpu_s()
         sender.begin(f"{name}{seed}", self._keys(), 0, deadline=deadline_in(_WAIT_S))
         start = time.perf_counter()
@@ -127,15 +133,18 @@ def _throughput(options: Options, progress: Progress, *, checksum: bool) -> Resu
     )
     blocks = max(1, tokens // spec.block_tokens)
     layer_nbytes = spec.layers[0].nbytes * blocks
+    transport = str(options.param("transport", "tcp"))
+    if transport not in ("tcp", "unix"):
+        raise ConfigError(f"transport is {transport!r}, a stream is measured over tcp or unix")
     params: dict[str, Param] = {
-        "transport": "tcp",
+        "transport": transport,
         "layers": layers,
         "blocks": blocks,
         "layer_nbytes": layer_nbytes,
         "checksum": "xxh3" if checksum else "off",
         "cpus": os.cpu_count() or 1,
     }
-    peer = PeerProcess(capacity_nbytes=COLD_NBYTES + 2 * spec.block_nbytes * blocks)
+    peer = PeerProcess(COLD_NBYTES + 2 * spec.block_nbytes * blocks, transport=transport)
     raw = RawSocket(layer_nbytes, layers)
     try:
         streamer = _Streamer(peer, _Source(spec, blocks), checksum=checksum)
