@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import pytest
 
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
+from kvferry.core.keys import BlockKey
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.store.disk import DiskTier, pool
 from kvferry.store.disk.blocks import is_aligned
-from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, WriteOutcome
-from kvferry.testing.blocks import block_bytes, small_spec, wait_until
+from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, WriteOutcome, WriteResult
+from kvferry.testing.blocks import block_bytes, small_spec
 from kvferry.testing.disk_usage import disk_usage
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.tiers_common import (
@@ -213,9 +215,15 @@ def test_nothing_is_written_after_close(
     files = FaultyFiles()
     tier = make_tier(files, write_threads=1)
     namespace = opened(tier, SPEC)
-    with files.stalling("rename"):
-        results = write(tier, namespace, chain(namespace, 1, 8), seconds=0.2)
+    keys = [BlockKey(bytes([7]) + bytes([n]) * 31) for n in range(9)]  # of one folder, which is open
+    write(tier, namespace, keys[:1])
+    results: list[WriteResult] = []
+    caller = threading.Thread(target=lambda: results.extend(write(tier, namespace, keys[1:])))
+    with files.stalling("rename") as begun:
+        caller.start()
+        assert begun.wait(20)
         tier.close()
-    assert all(r.in_flight is not None and r.in_flight.wait(20) for r in results)
-    wait_until(lambda: len(files_of(folder)) == 1)
+    caller.join(20)
+    assert write_outcomes(results) == [STORED] + [WriteOutcome.FAILED] * 7
+    assert len(files_of(folder)) == 2
     assert not list(folder.rglob("*.tmp"))
