@@ -3,17 +3,16 @@
 In calm weather (no fault is made) the store must agree with the model to the block: a key in ``must`` is
 found, one in neither set is not. A block that a fault may have lost is in ``may`` until it is removed. The
 far tier has no bound, so in calm weather nothing is ever lost, whatever memory and the near tier evict.
+
+Which rules may run depends on the rules before alone, never on time: breakers have a clock that the rules
+move, a storm begins when nothing is under way, and rules without anything to do do nothing. Writers and
+prefetches run meanwhile all the same, and what they make of a storm the model finds out when it is over.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from itertools import takewhile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,32 +33,23 @@ from kvferry.core.eviction import EvictionPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.store import policies
 from kvferry.store.breaker import Breaker
-from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.level import LevelOptions
-from kvferry.store.tier import Tier
 from kvferry.store.tiered import StoreOptions, TieredStore
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
-from kvferry.testing.fake_tier import FakeTier, Fault
-from kvferry.testing.faulty_files import Call, FaultyFiles
+from kvferry.testing.fake_tier import Fault
+from kvferry.testing.weather import FAULTS, DiskWeather, FakeWeather, Weather
 
 SMALL, OTHER, BIG = small_spec("model"), small_spec("model-other"), small_spec("model-big", pages=3)
 PAGES = 9  # memory: four blocks, or three big ones
-LONGEST = 3  # blocks of a chain: three big ones still fit
+LONGEST = 3  # blocks of a chain saved in one call: three big ones still fit
+LONG = 7  # blocks of a chain saved in several calls: more than memory holds
 Name = tuple[int, BlockKey]
-FAULTS = [
-    *(("read", f) for f in (Fault.FAIL, Fault.CORRUPT, Fault.LOST, Fault.LATE, Fault.RAISE)),
-    *(("write", f) for f in (Fault.FAIL, Fault.REFUSE, Fault.LATE, Fault.RAISE)),
-    *(("contains", Fault.RAISE), ("remove", Fault.RAISE)),
-]
-
 spaces = st.sampled_from((0, 0, 1))
 chains = st.integers(0, 4)
 runs = st.tuples(st.integers(0, LONGEST - 1), st.integers(1, LONGEST)).map(
     lambda r: (r[0], min(LONGEST, r[0] + r[1]))
 )
-CALLS: list[Call] = ["open_read", "preadv", "create", "pwritev", "rename", "unlink"]
-# what takes the whole directory away, where the near tier is a disk
-AWAY = [("read", Fault.LOST), ("contains", Fault.RAISE), ("remove", Fault.RAISE)]
+stops = st.one_of(st.integers(1, LONGEST), st.just(LONG))
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -67,8 +57,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.near: Tier = self.make_near()
-        self.far = FakeTier("far")
+        self.near = self.make_near()
+        self.far = FakeWeather("far")
         self.must: set[Name] = set()
         self.may: set[Name] = set()
         self.undead: set[Name] = set()
@@ -78,7 +68,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.calm = True
         self.stormy = False
         self.mixed = False
+        self.now = 0.0
         self.specs = (SMALL, OTHER)
+
+    def make_near(self) -> Weather:
+        return FakeWeather("near", 8 * 4096)
 
     @initialize(
         stormy=st.booleans(),
@@ -99,37 +93,37 @@ class StoreMachine(RuleBasedStateMachine):
         admission: type[policies.AlwaysAdmit | policies.SecondHitAdmit],
         promotion: type[policies.AlwaysPromote | policies.SecondHitPromote | policies.NeverPromote],
     ) -> None:
-        self.make = lambda: TieredStore(
-            PAGES * 4096,
-            [
-                (self.near, LevelOptions(write=near_write(), admission=admission(), promotion=promotion())),
-                (self.far, LevelOptions(write=far_write(), promotion=promotion())),
-            ],
-            eviction=eviction,
-            lease_s=3600,
-            options=StoreOptions(prefetch_timeout_s=0.2),
-        )
+        def make() -> TieredStore:
+            near = LevelOptions(write=near_write(), admission=admission(), promotion=promotion())
+            far = LevelOptions(write=far_write(), promotion=promotion())
+            return TieredStore(
+                PAGES * 4096,
+                [(self.near.tier, near), (self.far.tier, far)],
+                eviction=eviction,
+                lease_s=3600,
+                options=StoreOptions(prefetch_timeout_s=0.2, room_wait_s=20),
+            )
+
+        self.make = make
         self.mixed = mixed  # blocks of two sizes may find room only in pieces
         self.specs = (SMALL, BIG if mixed else OTHER)
-        self.store = self.make()  # type: ignore[no-untyped-call]
+        self.open()
         self.stormy = stormy
 
-    # ---- the near tier -----------------------------------------------------------------------------
+    def open(self) -> None:
+        self.store = self.make()
+        self.close_breakers()
 
-    def make_near(self) -> Tier:
-        return FakeTier("near", 8 * 4096)
+    def close_breakers(self) -> None:
+        for level in self.store.levels:
+            level.reads, level.writes = (
+                Breaker(level.name, work=work, clock=lambda: self.now) for work in ("reads", "writes")
+            )
 
-    def reopen_near(self) -> None:
-        assert isinstance(self.near, FakeTier)
-        self.near.reopen()
-
-    def hurt_near(self, what: tuple[str, Fault], odd: bool) -> None:
-        assert isinstance(self.near, FakeTier)
-        hurt(self.near, what, odd)
-
-    def heal_near(self) -> None:
-        assert isinstance(self.near, FakeTier)
-        heal(self.near)
+    def settle(self) -> bool:
+        """Wait until nothing is under way; whether nothing was lost on its way down."""
+        wait_until(lambda: self.store._prefetching == 0, 90)
+        return self.store.flush(deadline=deadline_in(20))
 
     # ---- the model ---------------------------------------------------------------------------------
 
@@ -150,7 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.calm:
             return
         self.store.flush(deadline=deadline_in(0.05))
-        known, held = self.must | self.may, self.far.held()
+        known, held = self.must | self.may, self.far.tier.held()
         sure = {name for name in known if name[1] in held}
         self.must, self.may = sure, known - sure
 
@@ -164,7 +158,9 @@ class StoreMachine(RuleBasedStateMachine):
     def save(self, space: int, number: int, run: tuple[int, int]) -> None:
         keys = self.keys(space, number, run[1])
         parent = keys[run[0] - 1] if run[0] else None
-        keys = keys[run[0] :]
+        self.save_run(space, keys[run[0] :], parent)
+
+    def save_run(self, space: int, keys: list[BlockKey], parent: BlockKey | None) -> None:
         names = {(space, key) for key in keys}
         try:
             stored = save_blocks(
@@ -187,13 +183,20 @@ class StoreMachine(RuleBasedStateMachine):
         for number in range(first, first + 4):
             self.save(space, number % 5, (0, LONGEST))
 
+    @rule(space=spaces, number=chains, batch=st.integers(1, LONGEST))
+    def save_long(self, space: int, number: int, batch: int) -> None:
+        """A chain longer than memory, batch by batch."""
+        keys = self.keys(space, number, LONG)
+        for start in range(0, LONG, batch):
+            self.save_run(space, keys[start : start + batch], keys[start - 1] if start else None)
+
     @rule(space=spaces, first=chains)
     def load_all(self, space: int, first: int) -> None:
         """Every chain of a namespace."""
         for number in range(first, first + 5):
             self.load(space, number % 5, LONGEST, hold=False)
 
-    @rule(space=spaces, number=chains, stop=st.integers(1, LONGEST))
+    @rule(space=spaces, number=chains, stop=stops)
     def lookup(self, space: int, number: int, stop: int) -> None:
         keys = self.keys(space, number, stop)
         for key, tier in zip(keys, self.ns(space).lookup(keys).tiers, strict=True):
@@ -205,16 +208,21 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert name in self.must | self.may, "came back"
 
-    @rule(space=spaces, number=chains, stop=st.integers(1, LONGEST), hold=st.booleans())
+    @rule(space=spaces, number=chains, stop=stops, hold=st.booleans())
     def load(self, space: int, number: int, stop: int, hold: bool) -> None:
         ns, keys = self.ns(space), self.keys(space, number, stop)
-        prefix = ns.lookup(keys).prefix
         short = self.held or not self.calm
+        if not short:  # what a prefetch holds leaves less room
+            wait_until(lambda: self.store._prefetching == 0, 90)
+        prefix = ns.lookup(keys).prefix
         lease = ns.load(keys, deadline=deadline_in(0.02 if short else 20))
         assert lease.keys == tuple(keys[: len(lease)])
         for key in lease.keys:
             self.check_presence((space, key), True)
-        assert short or len(lease) == prefix or (self.mixed and len(lease) < prefix)
+        room = self.store.arena.capacity_nbytes // ns.spec.block_nbytes
+        sure = sum(1 for _ in takewhile(lambda key: (space, key) in self.must, keys))
+        assert short or self.mixed or len(lease) >= min(sure, room), "shorter than it must be"
+        assert short or len(lease) <= min(prefix, room)
         self.check_bytes(lease)
         if hold and len(self.reads) < 2:
             self.reads.append(lease)
@@ -229,16 +237,18 @@ class StoreMachine(RuleBasedStateMachine):
             assert view == block_bytes(key, len(view))
         lease.check()
 
-    @precondition(lambda self: self.reads)
     @rule()
     def release(self) -> None:
+        if not self.reads:
+            return
         lease = self.reads.pop(0)
         self.check_bytes(lease)
         lease.release()
 
-    @precondition(lambda self: not self.writes)
     @rule(space=spaces, number=chains, stop=st.integers(1, 2))
     def reserve(self, space: int, number: int, stop: int) -> None:
+        if self.writes:
+            return
         keys = self.keys(space, number, stop)
         try:
             lease = self.ns(space).reserve(keys, parent=None, deadline=deadline_in(0.02))
@@ -248,9 +258,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.writes.append((space, lease))
         self.blur()
 
-    @precondition(lambda self: self.writes)
     @rule(commit=st.booleans())
     def end_write(self, commit: bool) -> None:
+        if not self.writes:
+            return
         space, lease = self.writes.pop()
         if not commit:
             lease.abort()
@@ -287,10 +298,35 @@ class StoreMachine(RuleBasedStateMachine):
             self.undead |= names
         self.forget(names)
 
-    @rule(space=spaces, number=chains)
-    def prefetch(self, space: int, number: int) -> None:
+    @precondition(lambda self: self.calm)
+    @rule(space=spaces, number=chains, during=st.sampled_from(("read", "remove")), everything=st.booleans())
+    def load_and_remove_at_once(self, space: int, number: int, during: str, everything: bool) -> None:
+        """Blocks are removed while they are read, or asked for while they are removed."""
+        self.save(space, number, (0, LONGEST))
+        self.save_long(1 - space, number, 2)  # out of memory with them
+        self.settle()
+        ns, keys = self.ns(space), self.keys(space, number, LONGEST)
+
+        def load() -> None:
+            ns.load(keys, deadline=deadline_in(0.02)).release()
+
+        def remove() -> None:
+            ns.clear() if everything else ns.remove(keys)
+
+        outer, inner = (load, remove) if during == "read" else (remove, load)
+        inner_is_done = [self.near.meanwhile(during, inner), self.far.meanwhile(during, inner)]
+        outer()
+        self.near.heal()
+        self.far.heal()
+        if during == "read" and not any(event.is_set() for event in inner_is_done):
+            remove()
+        assert ns.lookup(keys).tiers == (None,) * LONGEST, "came back"
+        self.forget({n for n in self.must | self.may if n[0] == space and (everything or n[1] in keys)})
+
+    @rule(space=spaces, number=chains, wait=st.booleans())
+    def prefetch(self, space: int, number: int, wait: bool) -> None:
         self.ns(space).prefetch(self.keys(space, number, LONGEST))
-        if self.calm and not self.held:
+        if wait and self.calm and not self.held:
             wait_until(lambda: self.store._prefetching == 0, 30)
             assert all(completion.kind == "prefetch" for completion in self.store.poll())
 
@@ -317,16 +353,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.store.flush(deadline=deadline_in(20))
-        assert {key for _, key in self.must} <= self.far.held()
+        assert {key for _, key in self.must} <= self.far.tier.held()
 
     @precondition(lambda self: self.stormy and self.calm)
-    @rule(near=st.booleans(), what=st.sampled_from(FAULTS), odd=st.booleans(), space=spaces)
-    def storm(self, near: bool, what: tuple[str, Fault], odd: bool, space: int) -> None:
+    @rule(near=st.booleans(), what=st.sampled_from(FAULTS), every=st.booleans(), space=spaces)
+    def storm(self, near: bool, what: tuple[str, Fault], every: bool, space: int) -> None:
+        self.settle()  # else a removal from before might fail now
         self.calm = False
-        if near:
-            self.hurt_near(what, odd)
-        else:
-            hurt(self.far, what, odd)
+        (self.near if near else self.far).hurt(what, every=every)
         verb, _ = what
         if verb == "read":
             self.load_all(space=space, first=0)
@@ -334,15 +368,19 @@ class StoreMachine(RuleBasedStateMachine):
             self.save_all(space=space, first=0)
 
     @precondition(lambda self: not self.calm)
+    @rule(seconds=st.sampled_from((1.0, 60.0)))
+    def time_passes(self, seconds: float) -> None:
+        """Breakers let somebody try."""
+        self.now += seconds
+
+    @precondition(lambda self: not self.calm)
     @rule()
     def calm_down(self) -> None:
-        self.heal_near()
-        heal(self.far)
-        wait_until(lambda: self.store._prefetching == 0, 90)
-        wait_until(lambda: self.store.flush(deadline=deadline_in(10)) or not self.store._copying, 30)
-        for level in self.store.levels:
-            level.reads, level.writes = Breaker(level.name), Breaker(level.name)
-        self.store.flush(deadline=deadline_in(10))
+        self.near.heal()
+        self.far.heal()
+        self.settle()
+        self.close_breakers()
+        self.settle()  # what was not written at an open breaker
         self.blur()
         self.calm = True
 
@@ -351,9 +389,9 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.end_all()
         self.store.close()
-        self.reopen_near()
+        self.near.reopen()
         self.far.reopen()
-        self.store = self.make()  # type: ignore[no-untyped-call]
+        self.open()
         self.may |= self.undead  # a tier that could not remove them gives them to the next store
         self.undead = set()
 
@@ -375,7 +413,7 @@ class StoreMachine(RuleBasedStateMachine):
         StoreMachine.steps += 1
         stats = self.store.stats()
         assert stats.used_nbytes <= stats.capacity_nbytes
-        near = self.near.usage()
+        near = self.near.tier.usage()
         assert near.used_nbytes <= near.capacity_nbytes
         for lease in self.reads:
             self.check_bytes(lease)
@@ -395,77 +433,27 @@ class StoreMachine(RuleBasedStateMachine):
         for allocator in self.store.arena._allocators:
             assert allocator.runs() == [(0, allocator.pages)]
         self.store.close()
-
-
-def hurt(tier: FakeTier, what: tuple[str, Fault], odd: bool) -> None:
-    verb, fault = what
-    tier.late = threading.Event()
-    tier.fault = lambda v, key: fault if v == verb and (odd or key[0] % 2) else None
-
-
-def heal(tier: FakeTier) -> None:
-    tier.fault = lambda _verb, _key: None
-    tier.late.set()  # and left so: a write may just be about to return it
+        self.near.close()
 
 
 class DiskMachine(StoreMachine):
-    """The same with real files near, whose system calls fail, and whose directory goes away for a while."""
+    """The same with real files near."""
 
-    def __init__(self) -> None:
-        self.folder = TemporaryDirectory()
-        self.files = FaultyFiles()
-        self.trouble = ExitStack()
-        super().__init__()
-
-    def make_near(self) -> Tier:
-        options = DiskOptions((f"{self.folder.name}/disk",), 128 << 10, direct="off", retry_s=0.01)
-        return DiskTier("near", options, files=self.files)
-
-    def reopen_near(self) -> None:
-        self.near = self.make_near()
-
-    def hurt_near(self, what: tuple[str, Fault], odd: bool) -> None:
-        if what in AWAY:
-            Path(self.folder.name, "disk").rename(Path(self.folder.name, "away"))
-            assert isinstance(self.near, DiskTier)
-            for root in self.near._state.roots:
-                assert self.near._state.check_vanished(root)
-            return
-        number = FAULTS.index(what)
-        code = errno.ENOSPC if odd else errno.EIO
-        self.trouble.enter_context(self.files.failing(CALLS[number % len(CALLS)], error=code))
+    def make_near(self) -> Weather:
+        return DiskWeather("near", 128 << 10)
 
     @precondition(lambda self: self.stormy and self.calm)
     @rule(space=spaces, number=chains, everything=st.booleans())
     def remove_while_it_is_away(self, space: int, number: int, everything: bool) -> None:
         self.save_all(space, number)
         self.flush()
-        self.storm(near=True, what=AWAY[0], odd=True, space=space)
+        self.storm(near=True, what=("read", Fault.LOST), every=True, space=space)
         if everything:
             self.clear(space)
         else:
             self.remove(space, number, (0, LONGEST))
         self.calm_down()
         self.lookup(space, number, LONGEST)
-
-    def heal_near(self) -> None:
-        self.trouble.close()  # a disk that was full finds out at its next write
-        disk, away = Path(self.folder.name, "disk"), Path(self.folder.name, "away")
-        if away.exists():
-            away.rename(disk)
-
-        def settled() -> bool:
-            """It is up, and what could not be removed is gone."""
-            files = [name for _, _, names in os.walk(disk) for name in names if name.endswith(".safetensors")]
-            found = self.near.usage()
-            return not any(name.endswith(": down") for name in found.status) and found.entries == len(files)
-
-        wait_until(settled, 30)
-
-    def teardown(self) -> None:
-        super().teardown()
-        self.near.close()
-        self.folder.cleanup()
 
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -485,9 +473,6 @@ def _run(machine: type[StoreMachine], examples: int, steps: int) -> None:
     )
 
 
-# Not in make test for now: about one run in twelve ends in a difference that depends on timing and is not
-# understood yet. It must be found, not tolerated, before the tiered store is called done.
-@pytest.mark.soak
 @pytest.mark.parametrize(("machine", "examples"), [(StoreMachine, 60), (DiskMachine, 20)])
 def test_a_tiered_store_agrees_with_the_model(machine: type[StoreMachine], examples: int) -> None:
     _run(machine, examples, 30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.core.chains import Block, ChainIndex
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Fetcher"]
 
 _RECHECK_S = 0.05
-_ROOM_WAIT_S = 0.25  # how long a load that could give a part waits for copies to end, to give more
 
 
 class _Item:
@@ -116,11 +115,16 @@ class Fetcher:
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float, stay: bool
     ) -> _Plan:
         store = self._store
-        hopeful_until = time.monotonic() + _ROOM_WAIT_S
+        hopeful_until = time.monotonic() + store.options.room_wait_s
+        where, asked = dict[BlockKey, Level](), set[BlockKey]()
         while True:
-            where = store._locate(namespace, keys)
+            missing = [key for key in store._not_in_memory(namespace, keys) if key not in asked]
+            where.update(store._locate_missing(namespace, missing))
+            asked.update(missing)
             with store._cond:
                 now = store._begin(namespace.session, processes=True)
+                if self._has_left(namespace, keys, asked):
+                    continue
                 until = min(deadline, hopeful_until)
                 plan = self._try_plan(namespace, keys, where, patient=now < deadline, hopeful=now < until)
                 if plan is not None:
@@ -131,6 +135,15 @@ class Fetcher:
                             self._fetching[namespace.namespace_id, item.key] = item
                     return plan
                 store._wait_for_room(now, deadline if now >= until else until)
+                where, asked = {}, set()
+
+    def _has_left(
+        self, namespace: MemoryNamespace, keys: Sequence[BlockKey], asked: Collection[BlockKey]
+    ) -> bool:
+        """Whether some key was in memory when the tiers were asked, and is not any more."""
+        index = self._store._pool.indexes.get(namespace.namespace_id)
+        stored = {} if index is None else index.entries
+        return any(key not in stored and key not in asked for key in keys)
 
     def _try_plan(
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], where: dict[BlockKey, Level], *,

@@ -17,6 +17,8 @@ class StoreOptions:
     Attributes:
         watermarks: (low, high) shares of memory: above ``high`` blocks are evicted in the background until
             ``low`` is reached, so that saves find room at once. ``None``: only when a save needs room.
+        room_wait_s: How long a load that could give a part waits for copies under way, which are about to
+            give room for more.
         prefetch_jobs: Most prefetches that wait; further ones are dropped and counted.
         prefetch_timeout_s: Longest time of one prefetch.
         close_s: Seconds that ``close`` may take to write what is on its way to slower tiers.
@@ -24,6 +26,7 @@ class StoreOptions:
     """
 
     watermarks: tuple[float, float] | None = None
+    room_wait_s: float = 0.25
     prefetch_jobs: int = 256
     prefetch_timeout_s: float = 60.0
     close_s: float = 10.0
@@ -32,5 +35,7 @@ class StoreOptions:
     def __post_init__(self) -> None:
         if self.watermarks is not None and not 0 <= self.watermarks[0] < self.watermarks[1] <= 1:
             raise ConfigError(f"watermarks are {self.watermarks}; needs 0 <= low < high <= 1")
-        if self.prefetch_jobs < 1 or not self.prefetch_timeout_s > 0 or self.close_s < 0:
-            raise ConfigError("prefetch_jobs >= 1, prefetch_timeout_s > 0 and close_s >= 0 are needed")
+        if self.prefetch_jobs < 1 or not self.prefetch_timeout_s > 0:
+            raise ConfigError("prefetch_jobs >= 1 and prefetch_timeout_s > 0 are needed")
+        if self.close_s < 0 or self.room_wait_s < 0:
+            raise ConfigError("close_s >= 0 and room_wait_s >= 0 are needed")

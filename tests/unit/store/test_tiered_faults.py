@@ -195,6 +195,7 @@ def test_options_that_cannot_be_used_are_refused() -> None:
     for call in (
         lambda: StoreOptions(watermarks=(0.9, 0.5)),
         lambda: StoreOptions(prefetch_jobs=0),
+        lambda: StoreOptions(room_wait_s=-1),
         lambda: LevelOptions(queue_nbytes=0),
         lambda: LevelOptions(read_timeout_s=0),
         lambda: TieredStore(N, [FakeTier("a"), FakeTier("a")]),
@@ -242,7 +243,7 @@ def test_a_read_of_what_could_not_be_removed_is_a_miss_though_it_was_located_bef
     settle(store)
     save_blocks(ns, chain(ns, 2, 4))
     settle(store)
-    locate = store._locate
+    locate = store._locate_missing
 
     def located(*args: Any) -> dict[BlockKey, Level]:
         found = locate(*args)
@@ -251,7 +252,7 @@ def test_a_read_of_what_could_not_be_removed_is_a_miss_though_it_was_located_bef
         ns.remove(keys)
         return found
 
-    monkeypatch.setattr(store, "_locate", located)
+    monkeypatch.setattr(store, "_locate_missing", located)
     assert loaded(ns, keys) == 0
     assert ns.lookup(keys).tiers == (None,)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.core.memory import DRAM
 from kvferry.store.groups import restorable
-from kvferry.store.level import LevelOptions
+from kvferry.store.level import Level, LevelOptions
 from kvferry.store.policies import NeverPromote, OnEvict, SecondHitPromote
 from kvferry.store.tiered import TieredStore
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
@@ -333,3 +334,29 @@ def test_lookups_of_all_tiers_count_and_change_nothing(make_store: MakeStore) ->
     assert (after.lookups - before.lookups, after.hit_blocks - before.hit_blocks) == (1000, 4000)
     assert after.pinned_nbytes == 0
     assert tier.calls["read"] == 0
+
+
+def test_a_block_that_leaves_memory_during_a_load_is_read_from_its_tier(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in memory when the tiers were asked, and is only below when the load is planned."""
+    store = make_store(4, FakeTier())
+    ns = store.namespace(SPEC)
+    head, tail = chain(ns, 1, 2)
+    save_blocks(ns, [head, tail])
+    settle(store)
+    save_blocks(ns, chain(ns, 2, 3))
+    settle(store)
+    assert ns.lookup([head, tail]).tiers == (DRAM, "fake")
+    locate = store._locate_missing
+
+    def located(*args: Any) -> dict[BlockKey, Level]:
+        found = locate(*args)
+        monkeypatch.undo()
+        save_blocks(ns, chain(ns, 3, 4))
+        settle(store)
+        assert ns.lookup([head]).tiers == ("fake",)
+        return found
+
+    monkeypatch.setattr(store, "_locate_missing", located)
+    assert loaded(ns, [head, tail]) == 2
