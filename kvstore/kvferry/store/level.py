@@ -121,6 +121,7 @@ class Level:
         self._lock = threading.Lock()
         self._masked: Counter[tuple[bytes, BlockKey | None]] = Counter()  # ``None``: all of the namespace
         self._undead: set[tuple[bytes, BlockKey]] = set()  # could not be removed: never shown again
+        self._unnamed: dict[bytes, set[BlockKey]] = {}  # cleared, but not named: only what was written since
         self._told = False
 
     def figures(self) -> dict[str, float]:
@@ -168,19 +169,27 @@ class Level:
 
     def written(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> None:
         """``keys`` were stored anew: what could not be removed before may be shown again."""
-        if self._undead:
+        if self._undead or self._unnamed:
             with self._lock:
                 self._undead.difference_update((namespace_id, key) for key in keys)
+                if namespace_id in self._unnamed:
+                    self._unnamed[namespace_id].update(keys)
 
     def _hidden(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         """Those of ``keys`` that are not shown."""
-        if not self._masked and not self._undead:
+        if not self._masked and not self._undead and not self._unnamed:
             return frozenset()
         with self._lock:
             if (namespace_id, None) in self._masked:
                 return frozenset(keys)
-            names = ((namespace_id, key) for key in keys)
-            return frozenset(n[1] for n in names if n in self._masked or n in self._undead)
+            shown = self._unnamed.get(namespace_id)
+            return frozenset(
+                key
+                for key in keys
+                if (namespace_id, key) in self._masked
+                or (namespace_id, key) in self._undead
+                or (shown is not None and key not in shown)
+            )
 
     # ---- verbs -------------------------------------------------------------------------------------
 
@@ -273,14 +282,23 @@ class Level:
         self._contained("forget", lambda: self.tier.forget(namespace), None)
 
     def entries(self, namespace: TierNamespace) -> list[BlockKey]:
-        """Keys of all blocks that the tier knows of in one namespace."""
+        """Keys of all blocks that the tier knows of in one namespace, which are about to be removed.
+
+        If it can't tell, none of those that it has now is shown again.
+        """
 
         def scan() -> list[BlockKey]:
             wanted = (namespace.tenant, namespace.namespace_id)
             found: Iterator[TierEntry] = self.tier.scan()
             return [e.key for e in found if (e.tenant, e.namespace_id) == wanted]
 
-        return self._contained("scan", scan, None) or []
+        found = self._contained("scan", scan, None)
+        with self._lock:
+            if found is None:
+                self._unnamed[namespace.namespace_id] = set()
+            else:
+                self._unnamed.pop(namespace.namespace_id, None)
+        return found or []
 
     def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], until: float) -> list[bool]:
         """Keep held blocks from eviction; whether each is kept."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from kvferry.core.errors import CapacityError, ConfigError
 from kvferry.core.keys import BlockKey
 from kvferry.core.memory import DRAM
 from kvferry.store.level import Level, LevelOptions
+from kvferry.store.tier import TierEntry
 from kvferry.store.tiered import StoreOptions, TieredStore
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
 from kvferry.testing.fake_tier import FakeTier, Fault
@@ -270,3 +271,31 @@ def test_a_removal_that_succeeds_at_last_ends_the_hiding(make_store: MakeStore) 
     assert ns.remove(keys) == 1
     assert not store.levels[0]._undead
     assert not store.levels[0]._masked
+
+
+def test_a_namespace_that_a_tier_could_not_clear_does_not_come_back(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = FakeTier()
+    store = make_store(4, tier)
+    ns, other = store.namespace(SPEC), store.namespace(small_spec("other"))
+    old, new = chain(ns, 1, 2), chain(ns, 2, 1)
+    save_blocks(ns, old)
+    save_blocks(other, chain(other, 1, 1))
+    settle(store)
+
+    def scan() -> Iterator[TierEntry]:
+        raise OSError("the device does not answer")
+
+    monkeypatch.setattr(tier, "scan", scan)
+    ns.clear()
+    monkeypatch.undo()
+    assert ns.lookup(old).tiers == (None, None)
+    assert save_blocks(ns, [*new, old[0]]) == 2
+    settle(store)
+    save_blocks(other, chain(other, 2, 4))
+    assert ns.lookup([*new, *old]).tiers == ("fake", "fake", None)
+    assert other.lookup(chain(other, 1, 1)).tiers == ("fake",)
+    assert loaded(ns, [*new, *old]) == 2
+    assert ns.clear() == 3
+    assert not store.levels[0]._unnamed
