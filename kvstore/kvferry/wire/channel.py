@@ -26,7 +26,7 @@ from kvferry.transports.base import Connection, SharedMemoryConnection
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import Failure, Hello, Message, Welcome
 from kvferry.wire.options import ChannelOptions, Peer
-from kvferry.wire.payload import hash_into, pieces_of
+from kvferry.wire.payload import PIECE_NBYTES, hash_into, pieces_of
 from kvferry.wire.protocol import DESCRIPTOR_TYPES, Side, State, WireProtocol, printable
 from kvferry.wire.reader import FrameReader
 
@@ -283,7 +283,7 @@ class Channel:
     def _send_hashed(self, head: Sequence[bytes], views: list[memoryview], deadline: float) -> None:
         digest = xxhash.xxh3_64()
         last: list[memoryview] = []
-        for piece in pieces_of(views):
+        for piece in pieces_of(views) if total_nbytes(views) > PIECE_NBYTES else (views,):
             if last:
                 self._connection.send([*head, *last], deadline)
                 hash_into(digest, last)
@@ -326,7 +326,7 @@ class Channel:
         try:
             self._check_no_pending()
             self._waiting = True
-            if not self._wait_readable(deadline):
+            if not self._await_frame(deadline):
                 return None
             limit = max(deadline, deadline_in(self._options.frame_timeout_s))
             return self._read_message(limit, ahead=self._reads_ahead)
@@ -379,15 +379,13 @@ class Channel:
     def readable(self) -> bool:
         """Whether bytes, or the end of the stream, are there now."""
         try:
-            return self._wait_readable(time.monotonic())
+            return self._reader.holds_bytes or self._connection.wait_readable(time.monotonic())
         except TransportError:
             return True
 
-    def _wait_readable(self, deadline: float) -> bool:
-        if self._reader.holds_bytes and not self._closed:
-            return True
+    def _await_frame(self, deadline: float) -> bool:
         try:
-            return self._connection.wait_readable(deadline)
+            return self._reader.await_frame(deadline, ahead=self._reads_ahead)
         except BaseException:
             self.abort()
             raise

@@ -211,7 +211,7 @@ class WireProtocol:
     Args:
         side: Which end this is.
         limits: Lengths above which a frame is refused.
-        versions: The versions this end speaks.
+        versions: Those this end speaks.
         checksum: Whether this end wants payload checksums; they are off only if both want them off.
         peer: Name of the other end, for messages.
     """
@@ -311,11 +311,8 @@ class WireProtocol:
     def receive(self, data: Buf) -> Event | None:
         """Take the next bytes of the stream.
 
-        Args:
-            data: Received bytes, at most :attr:`wanted`; copied where they must be kept.
-
         Returns:
-            What they completed, if anything.
+            What ``data``, at most :attr:`wanted` received bytes, completed, if anything.
 
         Raises:
             ProtocolError: If they are no valid frame, or one that is not allowed now (``remote``); or
@@ -395,15 +392,21 @@ class WireProtocol:
             raise ProtocolError("no payload is due")
         self._phase = _AT_TRAILER if self._has_trailer else _AT_HEADER
 
+    def trailer_taken(self, data: memoryview) -> int:
+        """Take the whole trailer; the checksum in it."""
+        if self._phase is not _AT_TRAILER or self._have:
+            raise ProtocolError("no trailer is due")
+        self._phase = _AT_HEADER
+        return int(_TRAILER.unpack(data)[0])
+
     def _advance(self) -> Event | None:
         have = self._have
         if self._phase is _AT_HEADER:
             if len(have) >= 4 and have[:4] != MAGIC:
                 raise self._refuse(f"does not speak kvferry: {magic_hint(bytes(have[:4]))}")
             if len(have) == HEADER_NBYTES:
-                self._header = self._parse_header(have)
+                self._header, self._phase = self._parse_header(have), _AT_META
                 have.clear()
-                self._phase = _AT_META
             return None
         if self._phase is _AT_META and self._header is not None:
             if len(have) < self._header.meta_nbytes:
@@ -411,10 +414,8 @@ class WireProtocol:
             self._have = bytearray()
             return self._parse_meta(self._header, have)
         if self._phase is _AT_TRAILER and len(have) == TRAILER_NBYTES:
-            (digest,) = _TRAILER.unpack(have)
-            have.clear()
-            self._phase = _AT_HEADER
-            return TrailerReceived(digest)
+            self._have = bytearray()
+            return TrailerReceived(self.trailer_taken(memoryview(have)))
         return None
 
     def _parse_header(self, data: memoryview | bytearray) -> _Header:

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import xxhash
 
+from kvferry.core.errors import TransferTimeoutError
 from kvferry.transports.base import Connection
 from kvferry.wire.payload import check_digest
 from kvferry.wire.protocol import (
     HEADER_NBYTES,
     TRAILER_NBYTES,
     MessageReceived,
-    TrailerReceived,
     WireProtocol,
 )
 
@@ -44,6 +44,22 @@ class FrameReader:
     def holds_bytes(self) -> bool:
         """Whether bytes were received that no frame has taken yet."""
         return self._first < self._last
+
+    def await_frame(self, deadline: float, *, ahead: bool) -> bool:
+        """Wait for the start of a frame, or the end of the stream; ``False`` if none came by ``deadline``."""
+        if self._first < self._last:
+            return True
+        protocol = self._protocol
+        if not (ahead and protocol.between_frames and deadline > time.monotonic()):
+            return self._connection.wait_readable(deadline)
+        # takes it at once, which saves the look before; with one byte as minimum none is lost at the deadline
+        place = self._ahead[: protocol.head_nbytes]
+        try:
+            n = self._connection.recv_at_least(place, 1, deadline)
+        except TransferTimeoutError:
+            return False
+        self._first, self._last = 0, n
+        return True
 
     def read_message(self, deadline: float, *, ahead: bool = True) -> tuple[MessageReceived, float]:
         """The next message, and when it began to arrive.
@@ -115,9 +131,9 @@ class FrameReader:
                 for view in piece:
                     digest.update(view)
         self._protocol.payload_taken()
-        found = self._protocol.receive(trailer)
-        if verify and type(found) is TrailerReceived:
-            check_digest(self._connection.peer_address, event, digest.intdigest(), found.digest)
+        sent = self._protocol.trailer_taken(trailer)
+        if verify:
+            check_digest(self._connection.peer_address, event, digest.intdigest(), sent)
 
     def _fill(self, views: list[memoryview]) -> list[memoryview]:
         """Fill the first of ``views`` with what was received ahead; what is left to be filled."""

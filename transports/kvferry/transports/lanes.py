@@ -24,8 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvferry.core.buffers import total_nbytes
-from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError
+from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError, TransferTimeoutError
 from kvferry.transports.ip import SockAddr
 from kvferry.transports.sockets import SocketConnection, flush_all, poll_timeout_ms
 from kvferry.transports.streams import StreamConnection, advance, take
@@ -109,6 +109,17 @@ class LaneConnection(StreamConnection):
     def _sleep(self, seconds: float) -> bool:
         return self._closing.wait(seconds)
 
+    def send(self, parts: Sequence[Buf], deadline: float) -> None:
+        """See :meth:`Connection.send`; paced if the connection has a rate."""
+        stripe, into = divmod(self._sent, STRIPE_NBYTES)
+        nbytes = sum(map(nbytes_of, parts))
+        if nbytes > STRIPE_NBYTES - into or self._pacer is not None:
+            super().send(parts, deadline)
+            return
+        self._enter()
+        self._lanes[stripe % len(self._lanes)].send(parts, deadline)
+        self._sent += nbytes
+
     def _send_all(self, views: list[memoryview], deadline: float) -> bool:
         waited = False
         for lane, piece, nbytes in self._stripes(views, self._sent):
@@ -123,6 +134,11 @@ class LaneConnection(StreamConnection):
         self._enter()
         left = [view for view in views if len(view)]
         wanted, got = total_nbytes(left), 0
+        stripe, into = divmod(self._received, STRIPE_NBYTES)
+        if 0 < wanted <= STRIPE_NBYTES - into:
+            self._fill(stripe % len(self._lanes), left, wanted, 0, wanted, deadline)
+            self._received += wanted
+            return
         for lane, piece, nbytes in self._stripes(left, self._received):
             self._fill(lane, piece, nbytes, got, wanted, deadline)
             got += nbytes
@@ -132,10 +148,16 @@ class LaneConnection(StreamConnection):
         """See :meth:`Connection.recv_at_least`."""
         self._enter()
         stripe, into = divmod(self._received, STRIPE_NBYTES)
-        lane = stripe % len(self._lanes)
-        if minimum > STRIPE_NBYTES - into or not self._wait_readable(lane, deadline):
+        if minimum > STRIPE_NBYTES - into:
             return super().recv_at_least(view, minimum, deadline)
-        got = self._lanes[lane].recv_at_least(view[: STRIPE_NBYTES - into], minimum, deadline)
+        lane, got = self._lanes[stripe % len(self._lanes)], 0
+        place = view[: STRIPE_NBYTES - into] if len(view) > STRIPE_NBYTES - into else view
+        watch = _Watch(self, deadline)
+        while got < minimum:
+            n = lane.receive_some_by(place[got:] if got else place, watch.until, got, minimum)
+            got += n
+            if got < minimum:
+                watch.look(n, f"receiving, {got} of {minimum} bytes had come")
         self._received += got
         return got
 
@@ -143,30 +165,23 @@ class LaneConnection(StreamConnection):
         self, lane: int, piece: list[memoryview], nbytes: int, before: int, wanted: int, deadline: float
     ) -> None:
         """Fill ``piece`` from ``lane``, looking after the other lanes while nothing comes."""
-        got, lost_at = 0, 0.0
+        got, watch = 0, _Watch(self, deadline)
         while True:
-            until = min(deadline, time.monotonic() + _LOOK_S)
-            n = self._lanes[lane].receive_by(piece, nbytes - got, until, before + got, wanted)
+            n = self._lanes[lane].receive_by(piece, nbytes - got, watch.until, before + got, wanted)
             got += n
             if got == nbytes:
                 return
             del piece[: advance(piece, 0, n)]
-            now = time.monotonic()
-            if now >= deadline:
-                raise self._timed_out(f"receiving, {before + got} of {wanted} bytes had come")
-            if n:
-                lost_at = 0.0
-            elif (lost := self._lost_lane()) is None:
-                continue
-            elif not lost_at:
-                lost_at = now
-            elif now - lost_at >= _LOST_S:
-                self.abort()
-                raise ConnectionClosedError(
-                    f"{self._name}: lane {lost} was cut after {before + got} of {wanted} bytes"
-                )
+            watch.look(n, f"receiving, {before + got} of {wanted} bytes had come")
 
-    def _lost_lane(self) -> int | None:
+    def timed_out(self, doing: str) -> TransferTimeoutError:
+        """What is raised at a deadline."""
+        return self._timed_out(doing)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]} of {len(self._lanes)} lanes>"
+
+    def lost_lane(self) -> int | None:
         """A lane whose stream has ended, whatever it still holds."""
         poll, lanes = select.poll(), {}
         for number, lane in enumerate(self._lanes):
@@ -189,7 +204,7 @@ class LaneConnection(StreamConnection):
                 return True
             if time.monotonic() >= deadline:
                 return False
-            if self._lost_lane() is None:
+            if self.lost_lane() is None:
                 continue
             lost_at = lost_at or now
             if now - lost_at >= _LOST_S:
@@ -213,6 +228,38 @@ class LaneConnection(StreamConnection):
         for lane in self._lanes:
             with suppress(KVFerryError):
                 lane.abort()
+
+
+class _Watch:
+    """Looks after all lanes of a connection while a call waits for one of them."""
+
+    __slots__ = ("_connection", "_deadline", "_lost_at", "until")
+
+    def __init__(self, connection: LaneConnection, deadline: float) -> None:
+        self._connection = connection
+        self._deadline = deadline
+        self._lost_at = 0.0
+        self.until = min(deadline, time.monotonic() + _LOOK_S)
+        """How long to wait for the lane before the next look."""
+
+    def look(self, nbytes: int, doing: str) -> None:
+        """The lane gave ``nbytes`` until then.
+
+        Raises:
+            TransferTimeoutError: At the deadline.
+            ConnectionClosedError: If another lane is lost, and this one has given nothing for a while.
+        """
+        now = time.monotonic()
+        if now >= self._deadline:
+            raise self._connection.timed_out(doing)
+        self.until = min(self._deadline, now + _LOOK_S)
+        if nbytes:
+            self._lost_at = 0.0
+        elif (lost := self._connection.lost_lane()) is not None:
+            self._lost_at = self._lost_at or now
+            if now - self._lost_at >= _LOST_S:
+                self._connection.abort()
+                raise ConnectionClosedError(f"{self._connection!r}: lane {lost} was cut while {doing}")
 
 
 @dataclass(frozen=True)
@@ -333,6 +380,11 @@ class LaneAssembler:
         self._silent.clear()
         self._groups.clear()
         self._lanes.clear()
+
+
+def nbytes_of(part: Buf) -> int:
+    """Bytes of ``part``."""
+    return len(part) if isinstance(part, bytes) else as_bytes_view(part).nbytes
 
 
 def wait_for_any(listener: socket.socket, fds: list[int], until: float) -> list[int]:

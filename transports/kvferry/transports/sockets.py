@@ -278,6 +278,23 @@ class SocketConnection(StreamConnection):
         finally:
             self._guard.leave()
 
+    def receive_some_by(self, view: memoryview, until: float, before: int, total: int) -> int:
+        """Receive what is there into ``view``, after waiting for the first byte; 0 at ``until``.
+
+        Raises as :meth:`receive_by`.
+        """
+        guard = self._guard
+        guard.enter(self._name)
+        try:
+            n = self._recv_some([view], until, "receiving", waits=True, all_of_it=False)
+            if n == 0 or guard.closed:
+                raise self._ended(before, total)
+            return max(n, 0)
+        except TransferTimeoutError:
+            return 0
+        finally:
+            guard.leave()
+
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
         self._guard.enter(self._name)
