@@ -309,7 +309,8 @@ class Channel:
     def _receive(self, deadline: float, *, ahead: bool) -> Incoming:
         self._begin_receiving()
         try:
-            self._check_no_pending()
+            if self._pending is not None:
+                self._check_no_pending()
             self._waiting = True
             return self._read_message(deadline, ahead=ahead)
         finally:

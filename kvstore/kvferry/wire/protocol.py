@@ -336,7 +336,7 @@ class WireProtocol:
             What they completed, if anything, and how many bytes were taken: all, if nothing was completed.
         """
         if self.between_frames:
-            message = self.receive_whole(data)
+            message = self._receive_whole(data)
             if message is not None:
                 return message, self.head_nbytes
         taken, event = 0, None
@@ -350,11 +350,8 @@ class WireProtocol:
         """Whether a frame may begin, on an open connection."""
         return self._phase is _AT_HEADER and self.state is _OPEN and not self._have
 
-    def receive_whole(self, data: memoryview) -> MessageReceived | None:
-        """The message at the start of ``data``, its :attr:`head_nbytes` first bytes; only between frames.
-
-        ``None`` if it is not whole, or not good: :meth:`receive_ahead` tells why.
-        """
+    def _receive_whole(self, data: memoryview) -> MessageReceived | None:
+        """The message at the start of ``data`` if it is whole and good; else the long way tells why."""
         if len(data) < HEADER_NBYTES:
             return None
         magic, version, number, flags, request_id, meta_nbytes, payload_nbytes = _HEADER.unpack_from(data)

@@ -20,18 +20,18 @@ from kvferry.wire.protocol import (
 __all__ = ["FrameReader"]
 
 _META_PIECE_NBYTES = 64 << 10
-_AHEAD_NBYTES = 4096
+_AHEAD_NBYTES = 16 << 10
+_SMALL_NBYTES = 8 << 10
 
 
 class FrameReader:
     """Reads frames from ``connection``; one thread at a time.
 
-    Header and meta are received with one call where they come together: as many bytes as the last message had
-    are taken if they are there. Payload is not read ahead but for what of it lies within that length, and is
-    copied from there to its place.
+    A frame is received with one call up to its payload, a small one with its payload: as many bytes as the
+    last one had are taken if they are there. What of a payload is received so is copied to its place.
     """
 
-    __slots__ = ("_ahead", "_connection", "_first", "_last", "_protocol")
+    __slots__ = ("_ahead", "_connection", "_first", "_last", "_protocol", "_usual")
 
     def __init__(self, connection: Connection, protocol: WireProtocol) -> None:
         self._connection = connection
@@ -39,6 +39,7 @@ class FrameReader:
         # Received ahead of its use: bytes [first, last) of the buffer.
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
         self._first = self._last = 0
+        self._usual = HEADER_NBYTES  # what is asked for
 
     @property
     def holds_bytes(self) -> bool:
@@ -53,7 +54,7 @@ class FrameReader:
         if not (ahead and protocol.between_frames and deadline > time.monotonic()):
             return self._connection.wait_readable(deadline)
         # takes it at once, which saves the look before; with one byte as minimum none is lost at the deadline
-        place = self._ahead[: protocol.head_nbytes]
+        place = self._ahead[: self._usual]
         try:
             n = self._connection.recv_at_least(place, 1, deadline)
         except TransferTimeoutError:
@@ -68,21 +69,16 @@ class FrameReader:
             deadline: By which it is complete.
             ahead: ``False``: do not receive a byte behind the message.
         """
-        event, started_at, protocol = None, 0.0, self._protocol
+        event, started_at = None, 0.0
         if self._first < self._last:
             event, started_at = self._take(), time.monotonic()
-        elif ahead and protocol.between_frames and protocol.head_nbytes <= _AHEAD_NBYTES:
-            # the short way: one call brings the whole message
-            place = self._ahead[: protocol.head_nbytes]
-            n = self._connection.recv_at_least(place, HEADER_NBYTES, deadline)
-            started_at = time.monotonic()
-            event = protocol.receive_whole(place if n == len(place) else place[:n])
-            self._first, self._last = protocol.head_nbytes if event is not None else 0, n
-            event = event or self._take()
         while event is None:
             self._receive(deadline, ahead=ahead)
             started_at = started_at or time.monotonic()
             event = self._take()
+        self._usual = self._protocol.head_nbytes
+        if 0 < event.payload_nbytes <= _SMALL_NBYTES:
+            self._usual += event.payload_nbytes + event.has_trailer * TRAILER_NBYTES
         return event, started_at
 
     def _take(self) -> MessageReceived | None:
@@ -93,8 +89,8 @@ class FrameReader:
     def _receive(self, deadline: float, *, ahead: bool) -> None:
         most = wanted = self._protocol.wanted
         if wanted == HEADER_NBYTES:
-            if ahead and self._protocol.head_nbytes <= _AHEAD_NBYTES:
-                most = self._protocol.head_nbytes
+            if ahead and self._usual <= _AHEAD_NBYTES:
+                most = self._usual
         elif wanted > _AHEAD_NBYTES:
             most = wanted = min(wanted, _META_PIECE_NBYTES)
             if wanted > len(self._ahead):
@@ -118,7 +114,8 @@ class FrameReader:
         if not event.has_trailer:
             for piece in pieces:
                 views = self._fill(piece) if self._first < self._last else piece
-                self._connection.recv_into(views, deadline)
+                if views:
+                    self._connection.recv_into(views, deadline)
             self._protocol.payload_taken()
             return
         trailer, digest = memoryview(bytearray(TRAILER_NBYTES)), xxhash.xxh3_64()
@@ -126,7 +123,10 @@ class FrameReader:
         for piece in pieces:
             left -= sum(map(len, piece))
             views = piece if left else [*piece, trailer]
-            self._connection.recv_into(self._fill(views) if self._first < self._last else views, deadline)
+            if self._first < self._last:
+                views = self._fill(views)
+            if views:
+                self._connection.recv_into(views, deadline)
             if verify:
                 for view in piece:
                     digest.update(view)
