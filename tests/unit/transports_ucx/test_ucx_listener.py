@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectError, ConnectionClosedError
+from kvferry.core.errors import ConnectError, ConnectionClosedError, TransportError
 from kvferry.transports.ucx import UcxTransport, bootstrap, listener
 from kvferry.transports.ucx.bootstrap import Preamble, pack_preamble, parse_body, parse_prefix, problem_with
 from kvferry.transports.ucx.context import get_context
@@ -89,6 +90,28 @@ def test_guests_without_manners_keep_nobody_out(
             with contextlib.suppress(ConnectionResetError):
                 assert guest.recv(1) == b"", "is turned away in the end"
     assert "said nothing complete" in caplog.text
+
+
+def test_guests_that_go_away_at_once_harm_nobody() -> None:
+    preamble = pack_preamble(bootstrap.own_preamble(get_context(Options())))
+    with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server:
+        place = ("127.0.0.1", parse_url(server.address).port or 0)
+        for said in range(len(preamble) + 1):
+            with socket.create_connection(place, timeout=10) as guest:
+                guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                guest.sendall(preamble[:said])
+        one = UcxTransport().connect(server.address, deadline_in(10))
+        one.send([b"x"], deadline_in(10))
+        for _ in range(5):
+            with (
+                contextlib.closing(server.accept(deadline_in(10))) as other,
+                contextlib.suppress(TransportError),
+            ):
+                other.recv_into([memoryview(bytearray(1))], deadline_in(10))
+                break
+        else:
+            pytest.fail("the good connection was lost")
+        one.close()
 
 
 @pytest.mark.parametrize("tls", ["tcp", "posix,cma"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,10 @@ import pytest
 
 from kvferry.core.buffers import ByteArray, page_aligned
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
+from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError, TransportError
 from kvferry.testing.threads import Blocked
 from kvferry.testing.transports_common import open_descriptors
+from kvferry.transports.ucx import outgoing
 from kvferry.transports.ucx.connection import UcxConnection
 
 Ends: TypeAlias = "tuple[UcxConnection, UcxConnection]"
@@ -252,6 +254,45 @@ def test_wait_readable_sees_large_messages(pool: ThreadPoolExecutor, meet: Meet,
         waiting = Blocked(pool, lambda: other.wait_readable(soon()))
         other.close()
         waiting.assert_ends_with(ConnectionClosedError)
+
+
+def test_answers_need_no_lane(
+    pool: ThreadPoolExecutor, meet: Meet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_descriptors(*_: object) -> None:
+        raise TransportError("UCX cannot make a worker: too many open files")
+
+    with meet(SHM) as (one, other), caplog.at_level(logging.INFO):
+        move(pool, (one, other))
+        monkeypatch.setattr(outgoing, "Lane", no_descriptors)
+        for _ in range(2):
+            other.send([b"an", b"swer"], soon())
+            answer = bytearray(6)
+            one.recv_into([memoryview(answer)], soon())
+            assert answer == b"answer"
+        with pytest.raises(TransportError, match="too many open files"):
+            other.send([bytes(MIB)], soon())
+    assert caplog.text.count("too many open files") == 1
+
+
+def test_answers_go_by_shared_memory_once_the_peer_received(pool: ThreadPoolExecutor, meet: Meet) -> None:
+    with meet(SHM) as (one, other):
+        move(pool, (one, other))
+        sender: Any = other
+        answer = bytearray(9000)
+        for i in range(4):
+            for nbytes in (1, 8000, 9000):
+                other.send([bytes([i]) * nbytes], soon())
+            for nbytes in (1, 8000, 9000):
+                one.recv_into([memoryview(answer)[:nbytes]], soon())
+                assert answer[:nbytes] == bytes([i]) * nbytes
+        assert sender._out._endpoint is not None
+        other.send([b"last"], soon())
+        other.close()
+        one.recv_into([memoryview(answer)[:4]], soon())
+        assert answer[:4] == b"last"
+        with pytest.raises(ConnectionClosedError, match="0 of 1 bytes"):
+            one.recv_into([memoryview(answer)[:1]], soon())
 
 
 def test_device_memory_is_refused_by_name(meet: Meet) -> None:

@@ -30,6 +30,7 @@ _NO_OPTIONS: Final = ctypes.create_string_buffer(256)  # a ucp_request_param_t, 
 _IN_PROGRESS: Final = 1  # UCS_INPROGRESS
 _STOP: Final = 0  # UCS_LOG_FUNC_RC_STOP: no other handler prints it
 _LEVELS: Final = (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO)
+_OF_ENDED_WORKERS: Final = ("was not returned to mpool", "was not matched")  # with transfers in flight
 _TEXT_NBYTES: Final = 4096
 # a va_list is passed on as a pointer there
 _VA_LIST_IS_POINTER: Final = frozenset({"x86_64", "aarch64"})
@@ -254,8 +255,8 @@ _HANDLER: Final = ctypes.CFUNCTYPE(
 
 
 def _take_log() -> None:
-    """Let UCX log through this module; where that cannot be had it goes on printing."""
-    if platform.machine() not in _VA_LIST_IS_POINTER:
+    """Let UCX log through this module, unless that cannot be had or a file was asked for."""
+    if platform.machine() not in _VA_LIST_IS_POINTER or "UCX_LOG_FILE" in os.environ:
         return
     try:
         ucs = ctypes.CDLL("libucs.so.0", mode=_NOLOAD)
@@ -271,9 +272,11 @@ def _take_log() -> None:
     ) -> int:
         text = ctypes.create_string_buffer(_TEXT_NBYTES)
         format_text(text, _TEXT_NBYTES, message, args)
-        severity = _LEVELS[level] if 0 <= level < len(_LEVELS) else logging.DEBUG
+        words = text.value.decode(errors="replace")
+        ours = any(expected in words for expected in _OF_ENDED_WORKERS)
+        severity = _LEVELS[level] if level < len(_LEVELS) and not ours else logging.DEBUG
         where = f"{os.path.basename(file).decode(errors='replace')}:{line}"  # noqa: PTH119 - bytes
-        _log.log(severity, "UCX: %s (%s)", text.value.decode(errors="replace"), where)
+        _log.log(severity, "UCX: %s (%s)", words, where)
         return _STOP
 
     callback = _immortal(_HANDLER(handle))

@@ -233,5 +233,5 @@ class UcxListener(Listener):
         self._limiter.log(logging.WARNING, key, "%s refused %s: %s", self._address, guest.url, reason)
 
     def _forget(self, guest: _Guest) -> None:
-        self._selector.unregister(guest.sock)
-        del self._guests[guest.sock]
+        if self._guests.pop(guest.sock, None) is not None:
+            self._selector.unregister(guest.sock)

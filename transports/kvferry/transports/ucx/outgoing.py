@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -11,7 +12,7 @@ import numpy as np
 
 from kvferry.core.buffers import Buf, ByteArray, copy_into, page_aligned, total_nbytes
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectionClosedError, ProtocolError
+from kvferry.core.errors import ConnectionClosedError, ProtocolError, TransportError
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
 from kvferry.transports.ucx.frames import (
@@ -31,6 +32,8 @@ from kvferry.transports.ucx.library import Endpoint, Request
 from kvferry.transports.ucx.settings import Options
 
 __all__ = ["Outgoing"]
+
+_log = logging.getLogger(__name__)
 
 _RUN_NBYTES: Final = 64 << 10
 _EAGER_NBYTES: Final = 8 << 10  # shorter ones do not wait for their receiver
@@ -82,7 +85,8 @@ class Outgoing:
         self._endpoint: Endpoint | None = None
         self._hello: Request | None = None
         self._answer: ByteArray = np.zeros(0, np.uint8)
-        self._wanted = False
+        self._wanted = False  # a lane for small messages
+        self._declined = False  # it could not be made
         self._position = 0
         self._bounce: memoryview | None = None
         self._broken = ""
@@ -136,9 +140,15 @@ class Outgoing:
 
     def _is_opened(self, deadline: float) -> bool:
         """Whether small messages may go by UCX: where they end up in shared memory, whoever reads."""
-        if self._error_handling or not (self._wanted or self._lane):
+        if self._error_handling or self._declined or not (self._wanted or self._lane):
             return False
         if self._endpoint is None:
+            try:
+                self._lane = self._lane or self._new_lane()
+            except TransportError as error:  # small messages can do without
+                _log.info("small messages go through the socket: %s", error)
+                self._declined = True
+                return False
             lane, hello = self._begin_opening(deadline)
             lane.progress()
             if not hello.completed:  # the peer has not come to it
@@ -235,14 +245,17 @@ class Outgoing:
 
     def _begin_opening(self, deadline: float) -> tuple[Lane, Request]:
         """Tell the peer where the lane is; it answers when it receives."""
-        if self._lane is None or self._hello is None:
-            self._lane = lane = Lane(self._context, self._control, self._options.spin_s)
+        lane = self._lane = self._lane or self._new_lane()
+        if self._hello is None:
             self._answer = np.zeros(LENGTH.size + MAX_ADDRESS_NBYTES, np.uint8)
             self._hello = lane.receive(self._answer, HELLO_TAG)
             lane.post(self._hello, self._answer)
             address = lane.address
             self._control.send([pack_header(OPEN, len(address), self._position), address], deadline)
-        return self._lane, self._hello
+        return lane, self._hello
+
+    def _new_lane(self) -> Lane:
+        return Lane(self._context, self._control, self._options.spin_s)
 
     def _give_up(self, error: BaseException) -> None:
         """After an error in the middle: take back what the peer may read, and end the lane."""
