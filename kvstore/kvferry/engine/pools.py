@@ -70,6 +70,13 @@ class ChannelPools:
                 self._arenas.popitem(last=False)
             return found
 
+    def forget_gone(self) -> None:
+        """Give back the memory of arenas whose owner has ended; for a call every second or so."""
+        with self._lock:
+            arenas = list(self._arenas.values())
+        for arena in arenas:
+            arena.forget_gone()
+
     def close(self) -> None:
         """Close all idle channels and refuse new ones; a second call does nothing."""
         with self._lock:

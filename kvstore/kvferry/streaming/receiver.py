@@ -178,6 +178,7 @@ class LayerReceiver:
                 if self._error is not None:
                     raise clean_error(self._error)
                 self._slots = slots
+            grant = self._grant if self._grant is not None and self._grant.usable else None
             slots.take(earliest(self._deadline, deadline_in(self._reserve_timeout_s)))
             self._tail = page_aligned(self._layout.tail_buffer_nbytes)
             expected = slots.missing | ({len(keys)} if begin.tail_tokens else set())
@@ -185,20 +186,17 @@ class LayerReceiver:
                 self._left = [set(expected) for _ in range(self._layout.layers)]
             if not expected:
                 self._complete_at = time.monotonic()
-            self._grant_slots(slots)
+            if grant is not None:
+                self._grant_slots(grant, slots)
             ready = StreamReady(missing=tuple(sorted(slots.missing)), ring=self._ring)
             self._channel.send(ready, deadline=self._deadline)
 
-    def _grant_slots(self, slots: BlockSlots) -> None:
+    def _grant_slots(self, grant: SegmentGrant, slots: BlockSlots) -> None:
         """Let the sender write into the slots; from here on they wait for its word before they are used."""
-        grant = self._grant
-        if grant is None or not grant.usable or not (placed := slots.addresses()):
+        placed = slots.addresses()
+        if not placed or (process := grant.begin(slots.writing(), self._writing)) is None:
             return
-        if (process := grant.watch_process()) is None:
-            return
-        self._writer = process
-        self._writing.enter_context(slots.writing())
-        self._placed = frozenset(placed)
+        self._writer, self._placed = process, frozenset(placed)
         grant.send(placed, self._deadline)
 
     # ---- receiving ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import os
 import select
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -127,12 +128,22 @@ class SegmentGrant:
             and self._watch.trusts(pid)
         )
 
-    def watch_process(self) -> int | None:
-        """A descriptor of the sender's process, ``None`` if it is gone or cannot be had."""
+    def begin(self, writing: AbstractContextManager[None], held: contextlib.ExitStack) -> int | None:
+        """Enter ``writing`` into ``held`` if the sender's process can be watched.
+
+        Returns:
+            A descriptor of the process, the caller's; ``None`` if it is gone or cannot be had.
+        """
         try:
-            return os.pidfd_open(self._channel.peer_pid or 0)
+            process = os.pidfd_open(self._channel.peer_pid or 0)
         except (OSError, ValueError):
             return None
+        try:
+            held.enter_context(writing)
+        except BaseException:
+            os.close(process)
+            raise
+        return process
 
     def send(self, slots: Mapping[int, Slot], deadline: float) -> None:
         """Announce the segments, and where each block of the stream lies.

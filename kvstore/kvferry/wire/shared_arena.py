@@ -9,7 +9,9 @@ block is there for the other as soon as its address is.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,7 +114,8 @@ class SharedArena:
     """The client's side: a map of an arena that is kept up to date. Thread safe.
 
     One a process and owner, whatever channels there are to it. Mapping a segment brings in all of its
-    pages, so the first read of a block is as fast as any other.
+    pages, so the first read of a block is as fast as any other. The memory of an owner that has ended stays
+    in use until :meth:`forget_gone` is called, as a long-running client does once a second.
 
     Args:
         max_nbytes: Most bytes to map; by default the memory of the machine.
@@ -124,6 +127,7 @@ class SharedArena:
         self._map: ArenaMap | None = None
         self._writable = False
         self._closed = False
+        self._owner = -1  # a descriptor of the owner's process
 
     @property
     def epoch(self) -> str:
@@ -187,11 +191,40 @@ class SharedArena:
         """
         return self.map.view(slot)
 
+    def forget_gone(self) -> bool:
+        """Forget the map if the owner's process has ended, and say whether it has; near-free.
+
+        Leases keep the map that they began with.
+        """
+        with self._lock:
+            if self._owner < 0:
+                return False
+            poll = select.poll()
+            poll.register(self._owner, select.POLLIN)
+            if not poll.poll(0):
+                return False
+            self._map = None
+            self._watch_owner(None)
+            return True
+
     def close(self) -> None:
         """Forget the map; the memory goes with its last view. A second call does nothing."""
         with self._lock:
             self._closed = True
             self._map = None
+            self._watch_owner(None)
+
+    def __del__(self) -> None:
+        if getattr(self, "_owner", -1) >= 0:
+            os.close(self._owner)
+
+    def _watch_owner(self, pid: int | None) -> None:
+        if self._owner >= 0:
+            os.close(self._owner)
+        self._owner = -1
+        if pid is not None and pid > 0:  # 0: a process that this one's namespace does not show
+            with contextlib.suppress(OSError):
+                self._owner = os.pidfd_open(pid)
 
     def _add(self, channel: Channel, message: ArenaSegments, deadline: float) -> None:
         with _received(channel, 2 * len(message.segments), deadline) as fds, self._lock:
@@ -209,6 +242,8 @@ class SharedArena:
                 if offered.segment >= current.segments:
                     info = SegmentInfo(offered.segment, offered.nbytes, message.tenant)
                     _map_segment(current, info, data, table, writable=message.writable)
+            if current is not self._map:
+                self._watch_owner(channel.peer_pid)
             self._map, self._writable = current, message.writable
 
     def _check(self, channel: Channel, current: ArenaMap, message: ArenaSegments) -> None:

@@ -23,7 +23,7 @@ def run_prefill(config: Config) -> None:
     engine = load_engine(config)
     worker = PrefillWorker(engine)
     _ready("prefill", engine, listen=worker.address)
-    stop.wait()
+    stop.wait(worker.tick)
     worker.close(config.prefill.drain)
 
 
@@ -37,7 +37,7 @@ def run_decode(config: Config) -> None:
     engine = load_engine(config)
     worker = DecodeWorker(engine)
     _ready("decode", engine, listen=worker.address, kv=worker.kv_address)
-    stop.wait()
+    stop.wait(worker.tick)
     worker.close(config.decode.drain)
 
 

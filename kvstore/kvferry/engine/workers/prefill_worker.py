@@ -94,6 +94,11 @@ class PrefillWorker:
         """Where requests are taken."""
         return self._server.address
 
+    def tick(self) -> bool:
+        """What is to be done every second; always ``True``."""
+        self._pools.forget_gone()
+        return True
+
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more requests, let those running end for ``drain_s``, then cancel the rest."""
         self._draining = True

@@ -174,6 +174,10 @@ class StreamTable:
         store = self._store
         return SegmentGrant(channel, store.arena, self._watch) if isinstance(store, MemoryStore) else None
 
+    def reap(self) -> None:
+        """Free the slots of prefill processes that ended within a stream; for a call every second or so."""
+        self._watch.reap()
+
     def close(self) -> None:
         """Forget the processes that are watched, before the store is closed."""
         self._watch.close()
