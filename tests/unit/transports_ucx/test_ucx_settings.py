@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, PluginUnavailableError
+from kvferry.transports import registry
 from kvferry.transports.ucx import UcxTransport, effective_settings, library, rdma, rdma_remedy
 from kvferry.transports.ucx.context import get_context
 from kvferry.transports.ucx.settings import DEFAULTS, Options, context_config, parse_address
@@ -142,3 +144,15 @@ def test_without_ucxx_the_error_has_the_pip_command(monkeypatch: pytest.MonkeyPa
             library.library()
     finally:
         library._load.cache_clear()
+
+
+def test_registry_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+
+    def find_spec(name: str) -> object:
+        return None if name == "ucxx" else real(name)
+
+    monkeypatch.delitem(sys.modules, "kvferry.transports.ucx.plugin", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    with pytest.raises(PluginUnavailableError, match=r"needs ucxx: pip install 'kvferry\[ucx\]'"):
+        registry.load("ucx")
