@@ -40,6 +40,16 @@ def split(model: Path) -> Iterator[SplitDeployment]:
         assert sorted(p.name for p in Path(sockets).iterdir()) == ["decode", "decode.kv", "prefill"]
 
 
+def _segments(pid: int) -> set[str]:
+    """Inodes of the arena segments that a process has mapped writable."""
+    found = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith("/memfd:kvferry-segment") and "w" in fields[1]:
+            found.add(fields[4])
+    return found
+
+
 def test_the_same_tokens_as_in_one_process(split: SplitDeployment, model: Path) -> None:
     assert split.addresses["decode"].startswith("unix://")
     assert split.addresses["kv"] == f"{split.addresses['decode']}.kv"
@@ -47,3 +57,5 @@ def test_the_same_tokens_as_in_one_process(split: SplitDeployment, model: Path) 
         expected = engine.generate(PROMPT, SamplingParams(max_tokens=8)).run()
     for _ in range(2):  # also with the prefix stored
         assert split.complete(PROMPT, max_tokens=8)["kvferry"]["token_ids"] == expected
+    # prefill has written into decode's memory itself
+    assert _segments(split.prefill.process.pid) & _segments(split.decode.process.pid)
