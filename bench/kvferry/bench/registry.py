@@ -64,6 +64,12 @@ GROUPS: dict[str, Group] = {
         ),
         runner="kvferry.bench.scenarios.transport:run",
     ),
+    "codec": Group(
+        name="codec",
+        summary="codecs on the KV of a model: size, speed against memory, and what they do to its answers",
+        scenarios=("codec.<id>.ratio", "codec.<id>.encode", "codec.<id>.decode", "codec.<id>.<quality>"),
+        runner="kvferry.bench.scenarios.codec:run",
+    ),
     "store": Group(
         name="store",
         summary="blocks saved, found, loaded and evicted, in memory and on disk",

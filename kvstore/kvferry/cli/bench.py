@@ -206,6 +206,55 @@ def transport(
     _run("transport", Options(runs=runs, params=params), as_json=as_json)
 
 
+@app.command("codec")
+def codec(
+    *,
+    model: Annotated[str, typer.Option(metavar="tiny|smollm2|DIR", help="Whose KV to encode.")] = "smollm2",
+    text: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="FILE", help="A text of yours; repeat it. [default: three from this machine]"),
+    ] = None,
+    codecs: Annotated[
+        Text,
+        typer.Option(
+            metavar="TEXT;…",
+            help="Pipelines. [default: ebp;ebp(bits=4);split;int8;int4;fp8]",
+        ),
+    ] = None,
+    tokens: Annotated[Number, typer.Option(min=1, help="Tokens of each text. [default: 2048]")] = None,
+    slice_tokens: Annotated[
+        Number, typer.Option(min=1, help="Tokens of a layer slice. [default: 256]")
+    ] = None,
+    threads: Annotated[Number, typer.Option(min=1, help="Threads that encode. [default: 1]")] = None,
+    kernels: Annotated[
+        Text, typer.Option(metavar="native|numpy", help="[default: native where it was built]")
+    ] = None,
+    only: Annotated[Text, typer.Option(metavar="speed|quality", help="Measure only one of both.")] = None,
+    walk: Annotated[
+        Text,
+        typer.Option(
+            metavar="SIZE", help="Memory that both ends walk through; less is not cold. [default: 256MiB]"
+        ),
+    ] = None,
+    runs: Runs = 9,
+    as_json: Json = False,
+) -> None:
+    """Codecs on the KV of your model and texts: how much smaller, how fast, and what the answers lose.
+
+    Speeds are bytes before encoding a second, beside a cold memcpy of the same run. Quality: the KV of a text
+    is encoded and decoded, then its next 64 tokens are predicted with it and with the KV as it was: KL
+    divergence, agreement of the likeliest token, perplexity; and the error of K and V themselves. A pipeline
+    is written as 'int8(k=channel)' or 'shuffle|zstd(level=3)'.
+    """
+    from kvferry.bench.registry import Options
+
+    params = {
+        "model": model, "text": "\0".join(text) if text else None, "codecs": codecs, "tokens": tokens,
+        "slice_tokens": slice_tokens, "threads": threads, "kernels": kernels, "only": only, "walk": walk,
+    }  # fmt: skip
+    _run("codec", Options(runs=runs, params=params), as_json=as_json)
+
+
 def _run(group: str, options: Options, *, as_json: bool) -> None:
     """Run a group with progress on standard error; results go to standard output."""
     from rich.console import Console

@@ -57,6 +57,7 @@ class Model:
         *,
         on_layer: Callable[[int], None] | None = None,
         want_logits: bool = True,
+        every_token: bool = False,
     ) -> torch.Tensor | None:
         """Append ``tokens`` to a sequence.
 
@@ -67,9 +68,11 @@ class Model:
             on_layer: Called with the number of each layer right after its KV was written and before its
                 attention runs. An exception from it ends the pass; the length stays as it was.
             want_logits: Whether the caller needs them.
+            every_token: Whether those of each token are wanted, not only of the last one.
 
         Returns:
-            Logits of the last token, ``[vocab_size]``, or ``None`` if they are not wanted.
+            Logits of the last token, ``[vocab_size]``, of each one, ``[count, vocab_size]``, or ``None`` if
+            they are not wanted.
 
         Raises:
             RequestError: If the sequence would get longer than the model can take.
@@ -100,7 +103,9 @@ class Model:
         sequence.length = first + count
         if not want_logits:
             return None
-        return F.linear(_rms_norm(x[-1:], self._norm, self.config.rms_norm_eps), self._head)[0]
+        wanted = x if every_token else x[-1:]
+        logits = F.linear(_rms_norm(wanted, self._norm, self.config.rms_norm_eps), self._head)
+        return logits if every_token else logits[0]
 
     def _check_room(self, length: int, sequence: Sequence) -> None:
         if length > self.max_model_len:

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from kvferry.bench.model_folder import model_folder
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.peer import PeerProcess
 from kvferry.bench.registry import Options
@@ -30,7 +31,6 @@ from kvferry.engine.emit import emit_to
 from kvferry.engine.model import Model
 from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.prefill import Emit, PrefillResult, prefill
-from kvferry.engine.tiny import make_tiny
 from kvferry.engine.weights import load_model
 from kvferry.streaming import LayerSender
 from kvferry.wire import Channel, ChannelOptions
@@ -42,6 +42,7 @@ _BLOCK_TOKENS = 16
 _CHUNK_TOKENS = 512
 _WAIT_S = 600.0
 _SAMPLING = SamplingParams(max_tokens=1)
+_TINY = {"layers": 24, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 704}
 
 _Emitted: TypeAlias = "tuple[Sequence, int, int, int]"
 
@@ -52,23 +53,12 @@ def run_overlap(options: Options, progress: Progress) -> Iterator[Result]:
     threads = int(options.param("threads", 1))
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        path = _model_folder(name, Path(folder), progress)
+        path = model_folder(name, Path(folder), progress, **_TINY)
         setup = _Setup(load_model(path, "float32"), int(options.param("tokens", 1536)))
         try:
             yield _measure(setup, name, threads, options, progress)
         finally:
             setup.close()
-
-
-def _model_folder(name: str, folder: Path, progress: Progress) -> Path:
-    if name == "tiny":
-        shape = {"layers": 24, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 704}
-        return make_tiny(folder, **shape)  # type: ignore[arg-type]
-    if name == "smollm2":
-        from kvferry.engine.demo.smollm2 import ensure_smollm2
-
-        return ensure_smollm2(lambda line: progress(line, 0, 1))
-    return Path(name)
 
 
 class _Setup:

@@ -1,0 +1,91 @@
+"""``codec.<id>.*``: pipelines on the KV of a model and its texts."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.bench.model_folder import model_folder
+from kvferry.bench.pairing import Progress
+from kvferry.bench.registry import Options
+from kvferry.bench.results import Result
+from kvferry.codecs import CodecPipeline
+from kvferry.codecs.kernels import use_kernels
+from kvferry.codecs.native import native
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import parse_nbytes
+
+__all__ = ["DEFAULT_CODECS", "CodecOptions", "run", "short_name"]
+
+DEFAULT_CODECS = "ebp;ebp(bits=4);split;int8;int4;fp8"
+_TINY = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 704}
+
+
+@dataclass(frozen=True, slots=True)
+class CodecOptions:
+    """The parameters of the group."""
+
+    model: str
+    texts: tuple[str, ...]
+    pipelines: tuple[str, ...]
+    tokens: int
+    slice_tokens: int
+    threads: int
+    kernels: str
+    only: str
+    walk_nbytes: int
+    runs: int
+
+    @classmethod
+    def of(cls, options: Options) -> CodecOptions:
+        """Read them.
+
+        Raises:
+            ConfigError: For a value that cannot be used.
+        """
+        only = str(options.param("only", ""))
+        if only not in ("", "speed", "quality"):
+            raise ConfigError(f"--only is {only!r}; write speed or quality")
+        kernels = str(options.param("kernels", "native" if native().library is not None else "numpy"))
+        texts = tuple(filter(None, str(options.param("text", "")).split("\0")))
+        pipelines = str(options.param("codecs", DEFAULT_CODECS)).split(";")
+        found = cls(
+            model=str(options.param("model", "smollm2")),
+            texts=texts,
+            pipelines=tuple(CodecPipeline.parse(text).text for text in pipelines),
+            tokens=int(options.param("tokens", 2048)),
+            slice_tokens=int(options.param("slice_tokens", 256)),
+            threads=int(options.param("threads", 1)),
+            kernels=kernels,
+            only=only,
+            walk_nbytes=parse_nbytes(str(options.param("walk", "256MiB"))),
+            runs=options.runs,
+        )
+        if found.tokens < found.slice_tokens:
+            raise ConfigError(f"{found.tokens} tokens do not fill a slice of {found.slice_tokens}")
+        return found
+
+
+def short_name(text: str) -> str:
+    """What stands in the name of a scenario: the stages without their parameters."""
+    return "+".join(stage.partition("(")[0].strip() for stage in text.split("|"))
+
+
+def run(options: Options, progress: Progress) -> Iterator[Result]:
+    """Size and speed of every pipeline, then what each does to the model's answers."""
+    from kvferry.bench.scenarios.codec_kv import ModelKV
+    from kvferry.bench.scenarios.codec_quality import run_quality
+    from kvferry.bench.scenarios.codec_speed import run_speed
+
+    chosen = CodecOptions.of(options)
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(use_kernels(chosen.kernels))
+        path = model_folder(chosen.model, Path(folder), progress, **_TINY)
+        kv = ModelKV(path, chosen, progress)
+        if chosen.only != "quality":
+            yield from run_speed(kv, chosen, progress)
+        if chosen.only != "speed":
+            yield from run_quality(kv, chosen, progress)
