@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
+from kvferry.core.buffers import Buf
 from kvferry.core.errors import ConnectionClosedError
 from kvferry.wire.channel import Channel
+from kvferry.wire.messages import Message
 from kvferry.wire.options import ChannelOptions
 
 __all__ = ["ChannelPool"]
+
+M = TypeVar("M", bound=Message)
 
 
 class ChannelPool:
@@ -19,24 +25,36 @@ class ChannelPool:
 
     Thread safe; connecting happens outside the lock. An idle channel that its peer closed meanwhile (a
     restart, an idle timeout) is dropped and replaced unseen by the caller. Idle channels older than
-    ``idle_timeout_s`` are closed whenever the pool is used.
+    ``idle_timeout_s`` are closed whenever the pool is used. At any time there are as many channels as are in
+    use, and ``max_idle`` at most besides.
 
     Args:
-        address: URL of a :class:`kvferry.wire.ChannelServer`.
+        address: URL of a :class:`kvferry.wire.ChannelServer`, or a function that knows where the peer is
+            now: it is asked for each new channel, so a peer that moved is found as soon as it is missed. It
+            is called outside the lock, by any thread, and its errors are those of :meth:`acquire`.
         options: For the channels made.
         max_idle: Channels kept at most; one more that is released is closed.
         idle_timeout_s: Seconds after which an unused channel is closed; keep it below the server's.
     """
 
     def __init__(
-        self, address: str, options: ChannelOptions, *, max_idle: int = 8, idle_timeout_s: float = 60.0
+        self,
+        address: str | Callable[[], str],
+        options: ChannelOptions,
+        *,
+        max_idle: int = 8,
+        idle_timeout_s: float = 60.0,
     ) -> None:
-        self.address = address
+        self.address = address if isinstance(address, str) else ""
+        """Where the last channel went, or the next goes; empty as long as that is not known."""
+        self._locate = address if callable(address) else None
         self._options = options
         self._max_idle = max_idle
         self._idle_timeout_s = idle_timeout_s
         self._lock = threading.Lock()
         self._idle: list[tuple[float, Channel]] = []
+        self._reconnects = 0
+        self._request_ids = itertools.count(1)
         self._closed = False
 
     @property
@@ -45,6 +63,12 @@ class ChannelPool:
         with self._lock:
             return len(self._idle)
 
+    @property
+    def reconnects(self) -> int:
+        """How often idle channels had died and a new one took their place."""
+        with self._lock:
+            return self._reconnects
+
     def acquire(self, deadline: float) -> Channel:
         """A channel for the caller alone, until it is given to :meth:`release` or :meth:`discard`.
 
@@ -52,13 +76,57 @@ class ChannelPool:
             ConnectionClosedError: If the pool is closed.
             KVFerryError: As :meth:`Channel.connect`.
         """
+        return self._acquire(deadline)[0]
+
+    def _acquire(self, deadline: float) -> tuple[Channel, bool]:
+        """A channel, and whether it was idle before."""
         self.close_idle()
+        lost = False
         while (channel := self._take()) is not None:
             # Nobody sends to an idle channel: what is readable is the end of the stream, or garbage.
             if channel.reusable and not channel.readable():
-                return channel
+                return channel, True
             channel.abort()
-        return Channel.connect(self.address, self._options, deadline)
+            lost = True
+        return self._connect(deadline, lost=lost), False
+
+    def _connect(self, deadline: float, *, lost: bool) -> Channel:
+        if self._locate is not None:
+            self.address = self._locate()
+        channel = Channel.connect(self.address, self._options, deadline)
+        if lost:
+            with self._lock:
+                self._reconnects += 1
+        return channel
+
+    def call(
+        self, message: Message, reply_type: type[M], *, payload: Sequence[Buf] = (), deadline: float
+    ) -> M:
+        """:meth:`Channel.call` on a channel of the pool.
+
+        An idle channel whose end shows only while the request is being sent is replaced once too: of a
+        request that was not sent whole the peer does nothing.
+
+        Raises:
+            KVFerryError: As :meth:`acquire` and :meth:`Channel.call`.
+        """
+        channel, idle = self._acquire(deadline)
+        request_id = next(self._request_ids)
+        try:
+            try:
+                channel.send(message, payload, deadline=deadline, request_id=request_id)
+            except ConnectionClosedError:
+                if not idle:
+                    raise
+                channel.abort()
+                channel = self._connect(deadline, lost=True)
+                channel.send(message, payload, deadline=deadline, request_id=request_id)
+            reply = channel.expect(reply_type, deadline, request_id=request_id)
+        except BaseException:
+            self.discard(channel)
+            raise
+        self.release(channel)
+        return reply
 
     def release(self, channel: Channel) -> None:
         """Give back a channel between two requests; it is closed if it cannot be used again."""

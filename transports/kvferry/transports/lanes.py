@@ -35,14 +35,14 @@ __all__ = ["MAX_LANES", "LaneAssembler", "LaneConnection", "Laned", "parse_lanes
 log = logging.getLogger(__name__)
 
 MAX_LANES: Final = 16
-STRIPE_NBYTES: Final = 256 << 10
+STRIPE_NBYTES: Final = 512 << 10
 MAGIC: Final = b"\x89KVLANE\n"
 _PREAMBLE: Final = struct.Struct("<8s16sHHI")  # magic, id, lane, lanes, bytes of a stripe
 _PREAMBLE_S: Final = 5.0
 _MAX_WAITING: Final = 256
+_LOOPBACK_SNDBUF_NBYTES: Final = 512 << 10  # the kernel allows twice as much
 _LOOK_S: Final = 0.5
 _LOST_S: Final = 1.0
-_LOST: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 def parse_lanes(text: str) -> int:
@@ -77,6 +77,8 @@ class LaneConnection(StreamConnection):
         super().__init__(local_address=lanes[0].local_address, peer_address=lanes[0].peer_address, rate=rate)
         self._name += f" of {len(lanes)} lanes"
         self._lanes: Final = tuple(lanes)
+        for lane in lanes:
+            lane.limit_unsent_on_loopback(_LOOPBACK_SNDBUF_NBYTES)
         self._closing = threading.Event()
         self._sent = 0
         self._received = 0
