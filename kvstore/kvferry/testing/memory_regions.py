@@ -145,6 +145,10 @@ class MemoryRegions(RegionTransport):
         self._thread = threading.Thread(target=self._run, name="kvferry-memory-regions", daemon=True)
         self._thread.start()
 
+    def trusts(self, host: str) -> bool:
+        """Itself only."""
+        return host in ("", "localhost", "127.0.0.1")
+
     def open_window(self, view: memoryview, access: Access) -> Window:
         """See :meth:`RegionTransport.open_window`."""
         if not view.contiguous or (access == "write" and view.readonly):

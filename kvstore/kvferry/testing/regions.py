@@ -46,11 +46,11 @@ _OUTSIDE: Final = (
 )
 _GRANT_NBYTES: Final = 1024
 
+_ALLOCATE: Final = "from kvferry.core.buffers import page_aligned as allocate"
 _OWNER: Final = """
 import sys
 import numpy as np
-from kvferry.core.buffers import page_aligned
-memory = page_aligned(64 << 20)
+memory = allocate(64 << 20)
 np.frombuffer(memory, np.uint8)[:] = 7
 windows = [endpoint.open_window(memory, access) for access in ("read", "write")]
 for window in windows:
@@ -62,8 +62,9 @@ sys.stdin.read()
 class _Memory:
     """Bytes between guards."""
 
-    def __init__(self, nbytes: int, fill: ByteArray | int = 0) -> None:
-        self._whole = np.frombuffer(page_aligned(nbytes + 2 * GUARD_NBYTES), np.uint8)
+    def __init__(self, whole: memoryview, fill: ByteArray | int) -> None:
+        self._whole = np.frombuffer(whole, np.uint8)
+        nbytes = len(whole) - 2 * GUARD_NBYTES
         self._whole[:] = GUARD
         self.bytes = self._whole[GUARD_NBYTES : GUARD_NBYTES + nbytes]
         self.bytes[:] = fill
@@ -92,7 +93,8 @@ class RegionSuite(ABC):
         largest_nbytes: The largest transfer; lower it where a run has to be short.
         patience_s: What nothing in these tests should need.
         child_setup: Source that makes ``endpoint`` in another process, such as
-            ``from mine import Mine; endpoint = Mine()``; empty leaves out the tests with one.
+            ``from mine import Mine; endpoint = Mine()``; empty leaves out the tests with one. It may set
+            ``allocate``, which is there :meth:`allocate` as it is inherited.
         windows: Windows opened and closed before descriptors are counted.
     """
 
@@ -104,6 +106,13 @@ class RegionSuite(ABC):
     @abstractmethod
     def endpoint(self) -> RegionTransport:
         """A new endpoint; two of one process reach each other."""
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Memory that windows can be opened on."""
+        return page_aligned(nbytes)
+
+    def _memory(self, nbytes: int, fill: ByteArray | int = 0) -> _Memory:
+        return _Memory(self.allocate(nbytes + 2 * GUARD_NBYTES), fill)
 
     @contextlib.contextmanager
     def _ends(self) -> Iterator[_Ends]:
@@ -126,7 +135,7 @@ class RegionSuite(ABC):
         start(grant, parts).wait(self._soon())
 
     def _assert_works(self, ends: _Ends) -> None:
-        memory, data = _Memory(5000), random_bytes(5000)
+        memory, data = self._memory(5000), random_bytes(5000)
         with self._window(ends, memory, "write") as window:
             self._move(ends, window.grant, [RegionPart(data.data.cast("B"), 0)], "write")
         assert np.array_equal(memory.bytes, data)
@@ -142,8 +151,8 @@ class RegionSuite(ABC):
     @pytest.mark.parametrize("nbytes", SIZES)
     def test_bytes_arrive_and_nothing_else_is_touched(self, nbytes: int, access: Access) -> None:
         data = random_bytes(nbytes := self.largest_nbytes if nbytes == LARGEST else nbytes)
-        theirs = _Memory(max(1, nbytes), GUARD if access == "write" or not nbytes else data)
-        mine = _Memory(nbytes, data if access == "write" else 0)
+        theirs = self._memory(max(1, nbytes), GUARD if access == "write" or not nbytes else data)
+        mine = self._memory(nbytes, data if access == "write" else 0)
         with self._ends() as ends, self._window(ends, theirs, access) as window:
             self._move(ends, window.grant, [RegionPart(mine.view, 0)], access)
         assert np.array_equal(mine.bytes, data)
@@ -158,7 +167,7 @@ class RegionSuite(ABC):
         starts = np.cumsum([0, *(size + 3 for size in sizes)])
         total = int(starts[-1])
         data = random_bytes(total)
-        mine, theirs = _Memory(total, GUARD), _Memory(total, GUARD)
+        mine, theirs = self._memory(total, GUARD), self._memory(total, GUARD)
         source, target = (mine, theirs) if access == "write" else (theirs, mine)
         source.bytes[:] = data
         order = np.random.default_rng(3).permutation(300)
@@ -175,7 +184,7 @@ class RegionSuite(ABC):
         target.assert_guarded()
 
     def test_part_at_an_offset(self) -> None:
-        theirs, mine = _Memory(10_000, 1), _Memory(1000, random_bytes(1000))
+        theirs, mine = self._memory(10_000, 1), self._memory(1000, random_bytes(1000))
         with self._ends() as ends, self._window(ends, theirs, "write") as window:
             for offset in (0, 1, 4095, 9000):
                 theirs.bytes[:] = 1
@@ -185,24 +194,24 @@ class RegionSuite(ABC):
                 assert (theirs.bytes[offset + 1000 :] == 1).all()
 
     def test_batch_of_nothing(self) -> None:
-        with self._ends() as ends, self._window(ends, _Memory(10), "write") as window:
+        with self._ends() as ends, self._window(ends, self._memory(10), "write") as window:
             self._move(ends, window.grant, [], "write")
 
     def test_what_is_written_may_be_read_only(self) -> None:
-        theirs = _Memory(100)
+        theirs = self._memory(100)
         with self._ends() as ends, self._window(ends, theirs, "write") as window:
             self._move(ends, window.grant, [RegionPart(memoryview(b"constant"), 9)], "write")
         assert bytes(theirs.view[9:17]) == b"constant"
 
     def test_many_threads_and_windows_at_once(self) -> None:
         def work(ends: _Ends, seed: int) -> None:
-            memory = _Memory(300_000)
+            memory = self._memory(300_000)
             for turn in range(5):
-                data = _Memory(300_000, random_bytes(300_000, seed * 100 + turn))
+                data = self._memory(300_000, random_bytes(300_000, seed * 100 + turn))
                 with self._window(ends, memory, "write") as window:
                     self._move(ends, window.grant, [RegionPart(data.view, 0)], "write")
                 assert np.array_equal(memory.bytes, data.bytes)
-                back = _Memory(300_000)
+                back = self._memory(300_000)
                 with self._window(ends, memory, "read") as window:
                     self._move(ends, window.grant, [RegionPart(back.view, 0)], "read")
                 assert np.array_equal(back.bytes, data.bytes)
@@ -215,7 +224,7 @@ class RegionSuite(ABC):
 
     def test_polled_completion(self) -> None:
         data = random_bytes(8 << 20)
-        theirs = _Memory(len(data))
+        theirs = self._memory(len(data))
         with self._ends() as ends, self._window(ends, theirs, "write") as window:
             transfer = ends.user.write(window.grant, [RegionPart(data.data.cast("B"), 0)])
             limit = self._soon()
@@ -229,7 +238,7 @@ class RegionSuite(ABC):
     def test_deadline_of_wait(self) -> None:
         """Past its deadline the transfer goes on, and is right in the end."""
         data = random_bytes(self.largest_nbytes)
-        theirs = _Memory(len(data))
+        theirs = self._memory(len(data))
         with self._ends() as ends, self._window(ends, theirs, "write") as window:
             started = time.monotonic()
             transfer = ends.user.write(window.grant, [RegionPart(data.data.cast("B"), 0)])
@@ -246,9 +255,9 @@ class RegionSuite(ABC):
     @pytest.mark.parametrize(("offset", "nbytes"), _OUTSIDE)
     def test_offsets_outside_the_window_are_refused(self, offset: int, nbytes: int, access: Access) -> None:
         """Before, across and after it: nothing of the whole batch is moved, and the endpoint stays good."""
-        around = _Memory(3 * _WINDOW_NBYTES, 5)
+        around = self._memory(3 * _WINDOW_NBYTES, 5)
         inside = around.view[_WINDOW_NBYTES : 2 * _WINDOW_NBYTES]
-        good, bad = _Memory(64, 9), _Memory(nbytes, 9)
+        good, bad = self._memory(64, 9), self._memory(nbytes, 9)
         with self._ends() as ends:
             with contextlib.closing(ends.owner.open_window(inside, access)) as window:
                 parts = [RegionPart(good.view, 0), RegionPart(bad.view, offset)]
@@ -260,7 +269,7 @@ class RegionSuite(ABC):
         assert (bad.bytes == 9).all(), "bytes came out"
 
     def test_grant_for_the_other_access_is_refused(self) -> None:
-        theirs, mine = _Memory(1000, 5), _Memory(1000, 9)
+        theirs, mine = self._memory(1000, 5), self._memory(1000, 9)
         parts = [RegionPart(mine.view, 0)]
         with self._ends() as ends:
             with self._window(ends, theirs, "read") as window:
@@ -271,7 +280,7 @@ class RegionSuite(ABC):
         assert (mine.bytes == 9).all()
 
     def test_malformed_grants_are_refused(self) -> None:
-        theirs, mine = _Memory(1000, 5), _Memory(1000, 9)
+        theirs, mine = self._memory(1000, 5), self._memory(1000, 9)
         parts = [RegionPart(mine.view, 0)]
         with self._ends() as ends, self._window(ends, theirs, "write") as window:
             grant = window.grant
@@ -282,7 +291,7 @@ class RegionSuite(ABC):
 
     def test_damaged_grants_are_refused(self) -> None:
         """One flipped bit anywhere must not become another window, another size or another peer."""
-        theirs, other, mine = _Memory(1000, 5), _Memory(1000, 5), _Memory(1000, 9)
+        theirs, other, mine = self._memory(1000, 5), self._memory(1000, 5), self._memory(1000, 9)
         parts = [RegionPart(mine.view, 0)]
         with (
             self._ends() as ends,
@@ -299,7 +308,7 @@ class RegionSuite(ABC):
             memory.assert_guarded()
 
     def test_grants_are_small_and_differ(self) -> None:
-        memory = _Memory(1000)
+        memory = self._memory(1000)
         with (
             self._ends() as ends,
             self._window(ends, memory, "read") as one,
@@ -309,7 +318,7 @@ class RegionSuite(ABC):
             assert one.grant != other.grant
 
     def test_memory_that_cannot_be_used_is_refused(self) -> None:
-        with self._ends() as ends, self._window(ends, _Memory(100), "read") as window:
+        with self._ends() as ends, self._window(ends, self._memory(100), "read") as window:
             with pytest.raises(KVFerryError):
                 ends.owner.open_window(memoryview(b"constant"), "write")
             with pytest.raises(KVFerryError):
@@ -320,9 +329,9 @@ class RegionSuite(ABC):
             self._assert_works(ends)
 
     def test_idle_after_refusals(self) -> None:
-        with self._ends() as ends, self._window(ends, _Memory(100), "write") as window:
+        with self._ends() as ends, self._window(ends, self._memory(100), "write") as window:
             for _ in range(5):
-                part = [RegionPart(_Memory(10).view, 95)]
+                part = [RegionPart(self._memory(10).view, 95)]
                 self._refused(TransportError, lambda part=part: ends.user.write(window.grant, part))  # type: ignore[misc]
             used, started = time.process_time(), time.monotonic()
             time.sleep(0.5)  # what is measured, not what is waited for
@@ -332,7 +341,7 @@ class RegionSuite(ABC):
 
     @pytest.mark.parametrize("access", ["read", "write"])
     def test_closed_window_is_not_used_any_more(self, access: Access) -> None:
-        theirs, other, mine = _Memory(1000, 5), _Memory(1000, 5), _Memory(1000, 9)
+        theirs, other, mine = self._memory(1000, 5), self._memory(1000, 5), self._memory(1000, 9)
         parts = [RegionPart(mine.view, 0)]
         with self._ends() as ends, self._window(ends, other, access) as still_open:
             window = ends.owner.open_window(theirs.view, access)
@@ -347,7 +356,7 @@ class RegionSuite(ABC):
     def test_window_closed_in_the_midst_of_a_transfer(self) -> None:
         """When ``close`` returns nothing is written any more; the transfer then ends one way or the other."""
         data = np.full(self.largest_nbytes, 9, np.uint8)
-        theirs = _Memory(len(data), 5)
+        theirs = self._memory(len(data), 5)
         with self._ends() as ends:
             window = ends.owner.open_window(theirs.view, "write")
             transfer = ends.user.write(window.grant, [RegionPart(data.data.cast("B"), 0)])
@@ -360,7 +369,7 @@ class RegionSuite(ABC):
             self._assert_works(ends)
 
     def test_endpoint_closed(self) -> None:
-        theirs, mine = _Memory(1000, 5), _Memory(1000, 9)
+        theirs, mine = self._memory(1000, 5), self._memory(1000, 9)
         parts = [RegionPart(mine.view, 0)]
         with self._ends() as ends:
             window = ends.owner.open_window(theirs.view, "write")
@@ -375,7 +384,7 @@ class RegionSuite(ABC):
         assert (theirs.bytes == 5).all()
 
     def test_nothing_is_left_of_many_windows(self) -> None:
-        memory = _Memory(100_000)
+        memory = self._memory(100_000)
         with self._ends() as ends:
             self._assert_works(ends)
             before = open_descriptors()
@@ -394,7 +403,7 @@ class RegionSuite(ABC):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         pipe = subprocess.PIPE
         with subprocess.Popen(
-            [sys.executable, "-c", f"{self.child_setup}\n{_OWNER}"],
+            [sys.executable, "-c", f"{_ALLOCATE}\n{self.child_setup}\n{_OWNER}"],
             env=environment,
             stdin=pipe,
             stdout=pipe,
@@ -408,7 +417,7 @@ class RegionSuite(ABC):
                 child.kill()
 
     def test_another_process(self) -> None:
-        data, back = _Memory(1 << 20, random_bytes(1 << 20)), _Memory(2 << 20)
+        data, back = self._memory(1 << 20, random_bytes(1 << 20)), self._memory(2 << 20)
         with self._child() as (_, to_read, to_write), contextlib.closing(self.endpoint()) as user:
             user.write(to_write, [RegionPart(data.view, 1 << 20)]).wait(self._soon())
             user.read(to_read, [RegionPart(back.view, 0)]).wait(self._soon())
@@ -417,7 +426,7 @@ class RegionSuite(ABC):
 
     def test_owner_is_killed(self) -> None:
         """What is under way fails, and what comes later; other peers do not notice."""
-        mine = _Memory(64 << 20, 9)
+        mine = self._memory(64 << 20, 9)
         with self._ends() as ends:
             with self._child() as (child, _, to_write):
                 ends.user.write(to_write, [RegionPart(mine.view[:4096], 0)]).wait(self._soon())

@@ -9,20 +9,26 @@ from typing import Final
 
 from kvferry.core.registry import Registry
 from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
+from kvferry.transports.region import RegionTransport
 
 __all__ = [
     "Connection",
     "Listener",
+    "RegionTransport",
     "SharedMemoryConnection",
     "Transport",
     "connect",
     "get_transport",
     "listen",
+    "region_registry",
     "registry",
 ]
 
 registry: Final[Registry[type[Transport]]] = Registry("kvferry.transports")
 """The transports by scheme."""
+
+region_registry: Final[Registry[type[RegionTransport]]] = Registry("kvferry.regions")
+"""The region transports by name."""
 
 _DEFAULT_SCHEME: Final = "tcp"
 

@@ -78,6 +78,10 @@ class RegionTransport(ABC):
 
     name: ClassVar[str]
 
+    def trusts(self, host: str) -> bool:  # noqa: ARG002
+        """Whether grants may go to ``host`` and are accepted from it; nobody is trusted by default."""
+        return False
+
     @abstractmethod
     def open_window(self, view: memoryview, access: Access) -> Window:
         """Register ``view`` (contiguous; writable for ``"write"``) for one transfer.
@@ -92,6 +96,7 @@ class RegionTransport(ABC):
 
         Raises:
             ProtocolError: If ``grant`` is malformed, or not for writing.
+            AuthError: If it comes from a host that is not trusted.
             TransportError: If a segment lies outside the window (checked here), or the peer is not reached.
         """
 
