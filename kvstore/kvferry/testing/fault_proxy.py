@@ -282,7 +282,12 @@ class FaultProxy:
         for sock in (client, server):
             sock.setblocking(False)
             if not target.path:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with contextlib.suppress(OSError):  # gone again; seen when it is read
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._changed:  # before the listener behind it can know of it
+            self._accepted += 1
+            self._pairs.append(pair)
+            self._changed.notify_all()
         try:
             if faults.link == "reset":
                 raise ConnectionResetError("the link is down")
@@ -291,11 +296,8 @@ class FaultProxy:
             pass  # under way; how it ends is seen when it is used
         except OSError:
             pair.reset()
-            return
-        with self._changed:
-            self._accepted += 1
-            self._pairs.append(pair)
-            self._changed.notify_all()
+            with self._changed:
+                self._forget(pair)
 
     def _close_all(self) -> None:
         with self._changed:

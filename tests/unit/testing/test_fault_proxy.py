@@ -260,8 +260,8 @@ def test_flips_at_random(proxy: FaultProxy, listener: socket.socket) -> None:
 def test_nobody_behind_it(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     listener.close()
-    with FaultProxy(f"tcp://127.0.0.1:{port}") as proxy, dial(proxy) as client:
-        with pytest.raises(ConnectionResetError):
+    with FaultProxy(f"tcp://127.0.0.1:{port}") as proxy:
+        with pytest.raises(ConnectionResetError), dial(proxy) as client:  # as it connects, or then
             client.recv(1)
         proxy.wait_for_connections(0, deadline_in(SOON_S))
 
