@@ -17,6 +17,7 @@ FIELDS = {
     "p99_us", "cpu_s_per_gb", "verified",
 }  # fmt: skip
 BARE = {"tcp": {"raw_socket"}, "tls": {"bare_ssl"}, "unix": {"raw_unix"}, "inproc": set()}
+MORE = [pytest.param(name, marks=pytest.mark.soak) for name in ("unix.get", "unix.rpc", "inproc.put")]
 MAIN = "from kvferry.cli import main; main()"
 
 
@@ -48,7 +49,13 @@ def test_every_scenario_of_tcp() -> None:
         check(line, "tcp")
 
 
-@pytest.mark.parametrize("scenario", ["tls.put", "unix.get", "unix.rpc", "inproc.put"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "tls.put",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("unix.get", "unix.rpc", "inproc.put")),
+    ],
+)
 def test_the_other_schemes(scenario: str) -> None:
     found = lines("--scenario", f"transport.{scenario}", "--sizes", "64KiB", "--requests", "5")
     assert len(found) == (2 if scenario.endswith("rpc") else 4)
@@ -89,12 +96,6 @@ def test_a_peer_of_its_own() -> None:
             assert line["verified"] is True
             assert "raw_socket" in line["ratios"]
         assert peer.terminate() == 0
-
-
-def test_serving_the_world_needs_a_trusted_network() -> None:
-    done = bench("--serve", "tcp://0.0.0.0:0")
-    assert done.returncode != 0
-    assert "wire.trusted_network" in done.stderr
 
 
 def test_the_table_has_the_ratios() -> None:

@@ -16,11 +16,13 @@ from kvferry.bench.link.memory import LinkMemory, parts_at_once, timed
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.link.peer import bare_ports, open_servers
 from kvferry.bench.link.requests import Operation, Request
+from kvferry.bench.link.serve import serve_link
 from kvferry.bench.link.service import LinkService
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Sample
 from kvferry.bench.scenarios.transport import SCENARIOS, TransportOptions
 from kvferry.core import deadline_in
+from kvferry.core.config import Config
 from kvferry.core.errors import (
     ConfigError,
     CorruptBlockError,
@@ -228,6 +230,11 @@ def test_a_request_for_too_much_is_refused(serve: Callable[[LinkService], Servin
     with pytest.raises(ProtocolError, match="that a benchmark moves at once"):
         channel.call(request, LayerAck, deadline=deadline_in(10))
     channel.close()
+
+
+def test_serving_the_world_needs_a_trusted_network() -> None:
+    with pytest.raises(ConfigError, match=r"wire\.trusted_network"):
+        serve_link("tcp://0.0.0.0:0", None, Config())
 
 
 def options(**params: str | int) -> TransportOptions:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 
+from kvferry.core.buffers import copy_into
 from kvferry.core.errors import KVFerryError, ProtocolError, TransferTimeoutError, TransportError
 from kvferry.testing import memory_regions
 from kvferry.testing.memory_regions import MemoryRegions
@@ -164,14 +165,13 @@ CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
 @pytest.fixture(autouse=True)
 def _slow_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A large transfer takes a sixth of a second, so that one can be in its midst."""
-    copy = memory_regions.copy_into
 
     def slow(dst: memoryview, src: memoryview) -> None:
         if len(dst) > 100_000:
             time.sleep(0.01)
-        copy(dst, src)
+        copy_into(dst, src)
 
-    monkeypatch.setattr(memory_regions, "copy_into", slow)
+    monkeypatch.setattr("kvferry.testing.memory_regions.copy_into", slow)
     yield
     memory_regions._windows.clear()  # of endpoints that were not closed
 
@@ -182,7 +182,7 @@ def test_each_test_can_fail(
 ) -> None:
     getattr(Suite(""), f"test_{name}")(**arguments)  # passes on a good one
     if fault == "no_checksum":
-        monkeypatch.setattr(memory_regions.xxhash, "xxh3_64_intdigest", lambda _: 0)
+        monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda _: 0)
     with pytest.raises(FAILED) as caught:
         getattr(Suite(fault), f"test_{name}")(**arguments)
     assert not isinstance(caught.value, (TypeError, AttributeError, NameError)), caught.value

@@ -214,7 +214,7 @@ class Suite(TransportSuite):
     largest_nbytes: ClassVar[int] = 1 << 20
     connect_cycles: ClassVar[int] = 5
     soak_cycles: ClassVar[int] = 20
-    patience_s: ClassVar[float] = 0.5
+    patience_s: ClassVar[float] = 0.3
     late_s: ClassVar[float] = LATER_S
 
     def __init__(self, fault: str, inner: str = "inproc") -> None:
