@@ -64,6 +64,9 @@ class BrokenRegions(RegionTransport):
         self._leak: list[int] = []
         self._calls = 0
 
+    def trusts(self, host: str) -> bool:
+        return self._inner.trusts(host)
+
     def open_window(self, view: memoryview, access: Access) -> Window:
         if self._fault == "leaks":
             self._leak.append(os.open("/dev/null", os.O_RDONLY))
