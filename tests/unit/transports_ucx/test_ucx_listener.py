@@ -142,6 +142,9 @@ def test_what_two_ends_have_in_common() -> None:
     assert "asked for shm" in problem_with(here, preamble("b", "tcp", "posix"), Options(require="shm"))
     assert bootstrap.uses_shared_memory(here, preamble("a", "cma", "tcp"))
     assert not bootstrap.uses_shared_memory(here, preamble("b", "cma", "tcp"))
+    assert bootstrap.keeps_messages(here, preamble("a", "posix", "tcp"))
+    assert not bootstrap.keeps_messages(here, preamble("a", "cma", "tcp"))
+    assert not bootstrap.keeps_messages(here, preamble("b", "posix", "tcp"))
 
 
 def test_preamble_is_read_back() -> None:

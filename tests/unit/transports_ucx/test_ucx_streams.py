@@ -24,6 +24,7 @@ Meet: TypeAlias = "Callable[[str], AbstractContextManager[Ends]]"
 
 SHM: Final = "tls=posix,cma"
 BOTH: Final = pytest.mark.parametrize("options", [SHM, "tls=tcp"])
+ALL: Final = pytest.mark.parametrize("options", [SHM, "tls=tcp", "tls=tcp,cma", "spin=0s"])
 MIB: Final = 1 << 20
 
 
@@ -97,7 +98,7 @@ def test_matching_views_are_filled_without_a_copy(pool: ThreadPoolExecutor, meet
     assert np.array_equal(data, received)
 
 
-@BOTH
+@ALL
 def test_random_traffic_both_ways(pool: ThreadPoolExecutor, meet: Meet, options: str) -> None:
     rng = np.random.default_rng(7)
     sizes = [int(2 ** rng.uniform(0, 21)) for _ in range(120)]

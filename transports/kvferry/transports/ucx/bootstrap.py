@@ -22,6 +22,7 @@ from kvferry.transports.ucx.settings import Options
 __all__ = [
     "PREFIX_NBYTES",
     "Preamble",
+    "keeps_messages",
     "own_preamble",
     "pack_preamble",
     "parse_body",
@@ -35,6 +36,7 @@ _PREFIX: Final = struct.Struct("<8sH")
 PREFIX_NBYTES: Final = _PREFIX.size
 _MAX_BODY_NBYTES: Final = 4096
 _MAX_NAMES: Final = 64
+_MAILBOXES: Final = frozenset({"posix", "sysv", "xpmem"})
 
 
 class Preamble(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +113,11 @@ def _common(own: Preamble, peer: Preamble) -> list[str]:
 def uses_shared_memory(own: Preamble, peer: Preamble) -> bool:
     """Whether UCX will find shared memory between the two, if it does not watch the peer itself."""
     return "shm" in kinds(_common(own, peer))
+
+
+def keeps_messages(own: Preamble, peer: Preamble) -> bool:
+    """Whether small messages end up in memory of the receiver's, which it need not be looking at."""
+    return bool(_MAILBOXES & set(_common(own, peer)))
 
 
 def problem_with(own: Preamble, peer: Preamble, options: Options) -> str:

@@ -31,13 +31,20 @@ class UcxConnection(Connection):
         context: Of UCX.
         options: Of the address.
         error_handling: Whether UCX watches the peer itself, which keeps it from using shared memory.
+        eager: Whether small messages may go by UCX, as they end up in shared memory.
     """
 
     def __init__(
-        self, control: ControlSocket, context: Context, options: Options, *, error_handling: bool
+        self,
+        control: ControlSocket,
+        context: Context,
+        options: Options,
+        *,
+        error_handling: bool,
+        eager: bool,
     ) -> None:
         self._control = control
-        self._out = Outgoing(control, context, options, error_handling=error_handling)
+        self._out = Outgoing(control, context, options, error_handling=error_handling, eager=eager)
         self._in = Incoming(control, context, options, error_handling=error_handling)
         self._sending = threading.Lock()
         self._receiving = threading.Lock()

@@ -19,6 +19,7 @@ from kvferry.transports import ip
 from kvferry.transports.base import Connection, Listener
 from kvferry.transports.ucx.bootstrap import (
     PREFIX_NBYTES,
+    keeps_messages,
     own_preamble,
     pack_preamble,
     parse_body,
@@ -212,8 +213,13 @@ class UcxListener(Listener):
             guest.sock.send(pack_preamble(own))  # fits the empty buffer of a new socket
             control = ControlSocket(guest.sock, local_address=self._address, peer_address=guest.url)
             stack.pop_all()
-        shared = uses_shared_memory(own, peer)
-        connection = UcxConnection(control, self._context, self._options, error_handling=not shared)
+        connection = UcxConnection(
+            control,
+            self._context,
+            self._options,
+            error_handling=not uses_shared_memory(own, peer),
+            eager=keeps_messages(own, peer),
+        )
         with self._changed:
             if not self._closed:
                 self._ready.append(connection)

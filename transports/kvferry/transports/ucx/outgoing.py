@@ -72,15 +72,23 @@ class Outgoing:
         context: Of UCX.
         options: Of the address.
         error_handling: Whether UCX watches the peer itself, which keeps it from using shared memory.
+        eager: Whether small messages may go by UCX, as they end up in shared memory.
     """
 
     def __init__(
-        self, control: ControlSocket, context: Context, options: Options, *, error_handling: bool
+        self,
+        control: ControlSocket,
+        context: Context,
+        options: Options,
+        *,
+        error_handling: bool,
+        eager: bool,
     ) -> None:
         self._control = control
         self._context = context
         self._options = options
         self._error_handling = error_handling
+        self._eager = eager
         self._lane: Lane | None = None
         self._endpoint: Endpoint | None = None
         self._hello: Request | None = None
@@ -140,7 +148,7 @@ class Outgoing:
 
     def _is_opened(self, deadline: float) -> bool:
         """Whether small messages may go by UCX: where they end up in shared memory, whoever reads."""
-        if self._error_handling or self._declined or not (self._wanted or self._lane):
+        if not self._eager or self._declined or not (self._wanted or self._lane):
             return False
         if self._endpoint is None:
             try:
@@ -175,7 +183,7 @@ class Outgoing:
             if len(run) == 1 and nbytes > self._options.inline_nbytes:
                 for message in cut(run[0]):
                     plan.add_message(message)
-            elif nbytes < _EAGER_NBYTES and not self._error_handling:
+            elif nbytes < _EAGER_NBYTES and self._eager:
                 plan.add_message(run[0] if len(run) == 1 else memoryview(b"".join(run)))
             elif nbytes <= _RUN_NBYTES:
                 if plan.frames_nbytes + nbytes > _RUN_NBYTES:

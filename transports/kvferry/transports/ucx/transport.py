@@ -12,6 +12,7 @@ from kvferry.transports.base import Connection, Transport
 from kvferry.transports.ucx.bootstrap import (
     PREFIX_NBYTES,
     Preamble,
+    keeps_messages,
     own_preamble,
     pack_preamble,
     parse_body,
@@ -54,11 +55,11 @@ class UcxTransport(Transport):
             peer = _exchange(control, own, parsed.url, deadline)
             if problem := peer.refused or problem_with(own, peer, options):
                 raise ConnectError(f"cannot connect to {parsed.url}: {problem}")
-            shared = uses_shared_memory(own, peer)
+            shared, eager = uses_shared_memory(own, peer), keeps_messages(own, peer)
         except BaseException:
             control.abort()
             raise
-        return UcxConnection(control, context, options, error_handling=not shared)
+        return UcxConnection(control, context, options, error_handling=not shared, eager=eager)
 
     def listen(self, address: str) -> UcxListener:
         """Listen on ``address``; see :meth:`Transport.listen`, raises also as :meth:`connect`."""
