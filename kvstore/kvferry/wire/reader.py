@@ -31,7 +31,7 @@ class FrameReader:
     last one had are taken if they are there. What of a payload is received so is copied to its place.
     """
 
-    __slots__ = ("_ahead", "_connection", "_first", "_last", "_protocol", "_usual")
+    __slots__ = ("_ahead", "_connection", "_first", "_gets_more", "_last", "_protocol", "_usual")
 
     def __init__(self, connection: Connection, protocol: WireProtocol) -> None:
         self._connection = connection
@@ -40,6 +40,8 @@ class FrameReader:
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
         self._first = self._last = 0
         self._usual = HEADER_NBYTES  # what is asked for
+        # whether a call brings more than its minimum, so that waiting by receiving one byte saves a call
+        self._gets_more = type(connection).recv_at_least is not Connection.recv_at_least
 
     @property
     def holds_bytes(self) -> bool:
@@ -51,7 +53,8 @@ class FrameReader:
         if self._first < self._last:
             return True
         protocol = self._protocol
-        if not (ahead and protocol.between_frames and deadline > time.monotonic()):
+        ahead = ahead and self._gets_more and protocol.between_frames
+        if not (ahead and deadline > time.monotonic()):
             return self._connection.wait_readable(deadline)
         # takes it at once, which saves the look before; with one byte as minimum none is lost at the deadline
         place = self._ahead[: self._usual]

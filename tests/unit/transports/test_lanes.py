@@ -171,6 +171,21 @@ def test_sockets_come_in_any_order_and_mixed_with_others(listener: Listener) -> 
                 assert received(end, STRIPE_NBYTES) == bytes([lane]) * STRIPE_NBYTES
 
 
+def test_a_preamble_may_come_in_pieces(listener: Listener) -> None:
+    first, second = preambles(2)
+    with raw(listener, first[:5]) as slow, raw(listener, second):
+        with pytest.raises(TransferTimeoutError):
+            listener.accept(deadline_in(0.1))
+        slow.sendall(first[5:20])
+        with pytest.raises(TransferTimeoutError):
+            listener.accept(deadline_in(0.05))
+        slow.sendall(first[20:])
+        with contextlib.closing(listener.accept(soon())) as other:
+            assert isinstance(other, LaneConnection)
+            other.send([b"x"], soon())
+            assert slow.recv(1) == b"x"
+
+
 def test_a_plain_client_is_served_by_a_listener_with_lanes(listener: Listener) -> None:
     with raw(listener, b"KVFY and more") as sock, contextlib.closing(listener.accept(soon())) as other:
         assert isinstance(other, SocketConnection)
@@ -265,6 +280,16 @@ def test_nobody_there() -> None:
         address = listener.address
     with pytest.raises(ConnectError, match="lanes=4"):
         connect(address, soon())
+
+
+def test_lanes_that_were_reset_before_they_are_put_together_are_an_ended_connection() -> None:
+    with contextlib.closing(listen("tcp://127.0.0.1:0")) as listener:
+        made = [connect(listener.address, soon()) for _ in range(2)]
+        for _ in made:
+            listener.accept(soon()).abort()
+    lanes_ = [lane for lane in made if isinstance(lane, SocketConnection) and lane.wait_readable(soon())]
+    with contextlib.closing(LaneConnection(lanes_)) as one, pytest.raises(ConnectionClosedError):
+        received(one, 1)
 
 
 def test_a_listener_without_lanes_is_named_as_the_reason(pool: ThreadPoolExecutor) -> None:

@@ -17,6 +17,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final, TypeAlias
 
 from typing_extensions import Buffer
@@ -350,8 +351,9 @@ class SocketConnection(StreamConnection):
         the caches before they are received. Between machines its own tuning knows better.
         """
         sock = self._guard.sock
-        if sock.getsockname()[0] == sock.getpeername()[0]:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+        with suppress(OSError):  # it has ended already, which the next call reports
+            if sock.getsockname()[0] == sock.getpeername()[0]:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
     def fileno(self) -> int:
         """The descriptor, for ``poll``; negative once it is closed."""
