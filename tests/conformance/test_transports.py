@@ -151,3 +151,29 @@ class TestUcxShm(TransportSuite):
 class TestUcxTcp(TestUcxShm):
     def listen_url(self) -> str:
         return "ucx://127.0.0.1:0?tls=tcp"
+
+
+class TestAuto(SharedMemorySuite):
+    """Both ends on one host: ``unix`` is what it takes."""
+
+    largest_nbytes: ClassVar[int] = 4 << 20
+    connect_cycles: ClassVar[int] = 20
+
+    def transport(self) -> Transport:
+        return get_transport("auto")
+
+    def listen_url(self) -> str:
+        return "auto://127.0.0.1:0"
+
+
+class TestAutoTcp(TransportSuite):
+    """The stream goes on over the socket that asked."""
+
+    largest_nbytes: ClassVar[int] = 4 << 20
+    connect_cycles: ClassVar[int] = 20
+
+    def transport(self) -> Transport:
+        return get_transport("auto")
+
+    def listen_url(self) -> str:
+        return "auto://127.0.0.1:0?require=tcp"

@@ -10,17 +10,21 @@ from typing import Final
 from kvferry.core.registry import Registry
 from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
 from kvferry.transports.region import RegionTransport
+from kvferry.transports.choices import Choice, explain, recent_choices
 
 __all__ = [
+    "Choice",
     "Connection",
     "Listener",
     "RegionTransport",
     "SharedMemoryConnection",
     "Transport",
     "connect",
+    "explain",
     "get_transport",
     "listen",
     "region_registry",
+    "recent_choices",
     "registry",
 ]
 
