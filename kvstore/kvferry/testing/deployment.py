@@ -40,6 +40,7 @@ class SplitDeployment:
         decode_settings: For the decode worker only.
         prefill_settings: For the prefill worker only.
         sockets: Folder where the workers listen on ``unix`` sockets instead of ports; its path is short.
+        listen: Where they listen otherwise.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class SplitDeployment:
         decode_settings: Sequence[str] = (),
         prefill_settings: Sequence[str] = (),
         sockets: Path | None = None,
+        listen: str = "tcp://127.0.0.1:0",
     ) -> None:
+        self._listen = listen
         self._sockets = sockets
         self._words = ["--model", str(model), *_sets(settings)]
         self._decode_words = _sets(decode_settings)
@@ -81,7 +84,7 @@ class SplitDeployment:
         self._stack.close()
 
     def _free_address(self, role: str) -> str:
-        return "tcp://127.0.0.1:0" if self._sockets is None else f"unix://{self._sockets}/{role}"
+        return self._listen if self._sockets is None else f"unix://{self._sockets}/{role}"
 
     def _start(self, *words: str) -> Command:
         return self._stack.enter_context(Command(*words))

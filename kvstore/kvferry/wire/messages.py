@@ -402,7 +402,9 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     """How a worker stands: paged KV blocks, requests, and its in-memory store.
 
     ``waiting`` counts requests that were taken but do not run yet, ``streams`` the KV streams open, which
-    have brought ``streams_nbytes`` so far.
+    have brought ``streams_nbytes`` so far. A worker that dials or listens on ``auto`` addresses also sends
+    ``choices``, what was chosen for each of them and why, and ``connections``, how many peers are connected
+    to its ports by transport.
     """
 
     role: str
@@ -419,6 +421,8 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     store_quarantined_nbytes: Count = 0
     store_leases: Count = 0
     streams_nbytes: Count = 0
+    choices: dict[str, str] = {}
+    connections: dict[str, Count] = {}
 
 
 # ---- shared memory ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -101,6 +102,12 @@ class ChannelServer:
         """How many connections are being served."""
         with self._lock:
             return sum(not served.refused for served in self._served)
+
+    def transports(self) -> Counter[str]:
+        """How many of the connections there are by transport, as the addresses of the peers have it."""
+        with self._lock:
+            served = [one.connection for one in self._served if not one.refused]
+        return Counter(one.peer_address.partition("://")[0] for one in served)
 
     def close(self) -> None:
         """Stop listening, abort all connections and join the threads (5 s at most); idempotent.

@@ -17,7 +17,7 @@ from kvferry.core.errors import ConfigError, ConnectError, TransportError
 from kvferry.transports import explain, get_transport, recent_choices
 from kvferry.transports.auto import AutoListener, AutoSharedConnection, place, port, side, transport
 from kvferry.transports.auto.choosing import rank
-from kvferry.transports.auto.offers import MAGIC, Offer, Offers
+from kvferry.transports.auto.offers import MAGIC, Ask, Offer, Offers, pack
 from kvferry.transports.auto.options import parse_auto
 from kvferry.transports.base import Connection, SharedMemoryConnection
 from kvferry.transports.choices import announce_region, withdraw_region
@@ -302,7 +302,7 @@ def test_a_question_that_is_none_is_turned_away(said: bytes) -> None:
 def test_a_question_byte_by_byte_is_answered() -> None:
     with _listening() as listener, _raw(listener) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in transport.pack(transport.Ask(host="x")):
+        for byte in pack(Ask(host="x")):
             sock.sendall(bytes([byte]))
         assert sock.recv(8) == MAGIC
 
@@ -347,16 +347,17 @@ def test_a_folder_that_others_may_use_is_not_used(tmp_path: Path) -> None:
 
 
 def test_sockets_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    old = time.time() - 3600
     with _listening():
         folder = tmp_path / "kvferry"
         dead, young = folder / "auto-1-dead", folder / "auto-1-young"
         for path in (dead, young):
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.bind(str(path))
-        os.utime(dead, (time.time() - 3600,) * 2)
+        os.utime(dead, (old, old))
         for path in folder.iterdir():
             if path not in (dead, young):
-                os.utime(path, (time.time() - 3600,) * 2)  # alive, however old
+                os.utime(path, (old, old))  # alive, however old
         with _listening() as second, _met(second.address, second):
             assert not dead.exists()
             assert young.exists()

@@ -9,8 +9,8 @@ from typing import Final
 
 from kvferry.core.registry import Registry
 from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
-from kvferry.transports.region import RegionTransport
 from kvferry.transports.choices import Choice, explain, recent_choices
+from kvferry.transports.region import RegionTransport
 
 __all__ = [
     "Choice",
@@ -23,8 +23,8 @@ __all__ = [
     "explain",
     "get_transport",
     "listen",
-    "region_registry",
     "recent_choices",
+    "region_registry",
     "registry",
 ]
 

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
 from kvferry.store import open_store
 from kvferry.streaming import STREAM_CAPABILITIES
+from kvferry.transports import recent_choices
 from kvferry.transports import registry as transports
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
@@ -79,9 +81,12 @@ class Engine:
         draining: bool,
         streams: int = 0,
         streams_nbytes: int = 0,
+        servers: tuple[ChannelServer, ...] = (),
     ) -> StatusReport:
         """How this worker stands."""
         stats = self.store.stats()
+        choices = {url: str(choice) for url, choice in recent_choices().items()}
+        connections = sum((server.transports() for server in servers), Counter[str]())
         return StatusReport(
             role=role,
             free_blocks=self.kv.free_blocks,
@@ -97,6 +102,8 @@ class Engine:
             store_quarantined_nbytes=stats.quarantined_nbytes,
             store_leases=stats.leases,
             streams_nbytes=streams_nbytes,
+            choices=choices,
+            connections=dict(connections) if choices else {},
         )
 
     def use_threads(self) -> None:

@@ -149,6 +149,7 @@ class DecodeWorker:
             streams=len(self._streams),
             streams_nbytes=self._streams.received_nbytes(),
             draining=self._draining,
+            servers=(self._server, self._kv_server),
         )
         answer(channel, incoming, report)
 

@@ -126,6 +126,7 @@ class PrefillWorker:
             running=self._admission.running,
             waiting=self._admission.waiting,
             draining=self._draining,
+            servers=(self._server,),
         )
         answer(channel, incoming, report)
 
