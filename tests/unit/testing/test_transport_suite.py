@@ -234,6 +234,7 @@ class TestNothingBroken(TransportSuite):
 
     largest_nbytes: ClassVar[int] = 1 << 20
     connect_cycles: ClassVar[int] = 5
+    soak_cycles: ClassVar[int] = 20  # the wrapper keeps what it made
     crosses_processes: ClassVar[bool] = False
     child_setup: ClassVar[str] = ""
 
