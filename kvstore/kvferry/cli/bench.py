@@ -24,6 +24,41 @@ Runs = Annotated[int, typer.Option(min=1, help="Rounds that count; 9 or more for
 Text = Optional[str]  # noqa: UP045  typer evaluates it
 Number = Optional[int]  # noqa: UP045
 
+Scenario = Annotated[
+    Text, typer.Option(metavar="NAME", help="Only this one, as store.load.dram; see kvferry bench list.")
+]
+Walk = Annotated[
+    Text,
+    typer.Option(
+        metavar="SIZE", help="Memory that both ends walk through; less is not cold. [default: 256MiB]"
+    ),
+]
+Schemes = Annotated[Text, typer.Option(metavar="SCHEME,…", help="Transports. [default: all installed]")]
+PartSizes = Annotated[
+    Text, typer.Option(metavar="SIZE,…", help="Sizes of a part. [default: 64KiB,256KiB,1MiB,4MiB,16MiB]")
+]
+Batches = Annotated[
+    Text, typer.Option(metavar="N,…", help="Parts of a message, acknowledged once. [default: 1,32]")
+]
+Lanes = Annotated[Text, typer.Option(metavar="N,…", help="Sockets of a tcp connection. [default: 1,2]")]
+Checksums = Annotated[
+    Text, typer.Option(metavar="off|xxh3,…", help="Checksums of payloads. [default: off,xxh3]")
+]
+Alternatives = Annotated[
+    Text,
+    typer.Option(
+        "--with",
+        metavar="mooncake|ucxx|none,…",
+        help="Others to measure beside. [default: those installed]",
+    ),
+]
+PeerUrl = Annotated[
+    Text, typer.Option(metavar="URL", help="Measure against a peer that runs --serve, on any machine.")
+]
+ServeUrl = Annotated[
+    Text, typer.Option(metavar="URL", help="Be that peer, until stopped, as on tcp://0.0.0.0:8470.")
+]
+
 
 @app.callback()
 def _bench() -> None:
@@ -77,9 +112,7 @@ def stream(
 @app.command("store")
 def store(
     *,
-    scenario: Annotated[
-        Text, typer.Option(metavar="NAME", help="Only this one, as store.save.dram; see bench list.")
-    ] = None,
+    scenario: Scenario = None,
     sizes: Annotated[
         Text,
         typer.Option(
@@ -104,12 +137,7 @@ def store(
     direct: Annotated[
         Text, typer.Option(metavar="auto|on|off", help="O_DIRECT of the disk tier. [default: auto]")
     ] = None,
-    walk: Annotated[
-        Text,
-        typer.Option(
-            metavar="SIZE", help="Memory that both ends walk through; less is not cold. [default: 256MiB]"
-        ),
-    ] = None,
+    walk: Walk = None,
     runs: Runs = 9,
     as_json: Json = False,
 ) -> None:
@@ -130,39 +158,15 @@ def store(
 @app.command("transport")
 def transport(
     *,
-    scenario: Annotated[
-        Text, typer.Option(metavar="NAME", help="Only this one, as transport.tcp.put; see bench list.")
-    ] = None,
-    scheme: Annotated[
-        Text, typer.Option(metavar="SCHEME,…", help="Transports. [default: all that are installed]")
-    ] = None,
-    sizes: Annotated[
-        Text,
-        typer.Option(metavar="SIZE,…", help="Sizes of a part. [default: 64KiB,256KiB,1MiB,4MiB,16MiB]"),
-    ] = None,
-    batch: Annotated[
-        Text, typer.Option(metavar="N,…", help="Parts of a message, acknowledged once. [default: 1,32]")
-    ] = None,
-    lanes: Annotated[
-        Text, typer.Option(metavar="N,…", help="Sockets of a tcp connection. [default: 1,2]")
-    ] = None,
-    checksum: Annotated[
-        Text, typer.Option(metavar="off|xxh3,…", help="Checksums of payloads. [default: off,xxh3]")
-    ] = None,
-    alternatives: Annotated[
-        Text,
-        typer.Option(
-            "--with",
-            metavar="mooncake|ucxx|none,…",
-            help="Others to measure beside. [default: those installed]",
-        ),
-    ] = None,
-    address: Annotated[
-        Text, typer.Option(metavar="URL", help="Measure against a peer that runs --serve, on any machine.")
-    ] = None,
-    serve: Annotated[
-        Text, typer.Option(metavar="URL", help="Be that peer, until stopped, as on tcp://0.0.0.0:8470.")
-    ] = None,
+    scenario: Scenario = None,
+    scheme: Schemes = None,
+    sizes: PartSizes = None,
+    batch: Batches = None,
+    lanes: Lanes = None,
+    checksum: Checksums = None,
+    alternatives: Alternatives = None,
+    address: PeerUrl = None,
+    serve: ServeUrl = None,
     rate: Annotated[
         Text, typer.Option(metavar="RATE", help="Limit of transport.tcp.rate. [default: 100MB/s]")
     ] = None,
@@ -174,12 +178,7 @@ def transport(
     block: Annotated[
         Text, typer.Option(metavar="SIZE", help="Block of transport.unix.arena. [default: 256MiB]")
     ] = None,
-    walk: Annotated[
-        Text,
-        typer.Option(
-            metavar="SIZE", help="Memory that both ends walk through; less is not cold. [default: 256MiB]"
-        ),
-    ] = None,
+    walk: Walk = None,
     config: ConfigFile = None,
     sets: Sets = None,
     runs: Runs = 9,
@@ -230,12 +229,7 @@ def codec(
         Text, typer.Option(metavar="native|numpy", help="[default: native where it was built]")
     ] = None,
     only: Annotated[Text, typer.Option(metavar="speed|quality", help="Measure only one of both.")] = None,
-    walk: Annotated[
-        Text,
-        typer.Option(
-            metavar="SIZE", help="Memory that both ends walk through; less is not cold. [default: 256MiB]"
-        ),
-    ] = None,
+    walk: Walk = None,
     runs: Runs = 9,
     as_json: Json = False,
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 
 from kvferry.bench.link.bare import BareLink, BareServer, Certificates, Kind
 from kvferry.bench.link.channel import Link
-from kvferry.bench.link.ends import make_certificates
+from kvferry.bench.link.ends import LinkEnds, make_certificates
 from kvferry.bench.link.memory import LinkMemory, parts_at_once, timed
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.link.peer import bare_ports, open_servers
@@ -32,11 +35,22 @@ from kvferry.core.errors import (
     TransportError,
     UnknownPluginError,
 )
+from kvferry.transports import registry
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire.channel import Incoming
 from kvferry.wire.messages import LayerAck, Ping, PutLayer
 
 NBYTES = 8192
+
+
+def registry_has_ucx() -> bool:
+    try:
+        registry.load("ucx")
+    except ConfigError:
+        return False
+    return importlib.util.find_spec("ucxx") is not None
+
+
 WALK = 4 * NBYTES
 
 
@@ -277,7 +291,53 @@ def test_options_that_cannot_be_used(params: dict[str, str], error: type[Excepti
         options(**params)
 
 
-@pytest.mark.skipif(MooncakeTe.is_installed(), reason="Mooncake is installed here")
+@pytest.mark.skipif(not MooncakeTe.problem(), reason="Mooncake can be measured here")
 def test_an_alternative_that_is_not_installed_is_said_to_be_so() -> None:
     with pytest.raises(PluginUnavailableError, match="mooncake"):
         options(**{"with": "mooncake"})
+
+
+ENGINE = """
+import itertools
+class TransferEngine:
+    calls = itertools.count(1)
+    def initialize(self, name, metadata, protocol, device): return 0
+    def register_memory(self, address, nbytes): return 0
+    def get_rpc_port(self): return 4321
+    def transfer_sync_write(self, peer, mine, theirs, nbytes):
+        assert (peer, type(mine), type(theirs), nbytes) == ("127.0.0.1:4321", int, int, 8192)
+        return -1 if next(self.calls) % 4 == 0 else 0
+    def batch_transfer_sync_read(self, peer, mine, theirs, sizes):
+        assert len(mine) == len(theirs) == 3 and sizes == [8192] * 3
+        return 0
+"""
+
+
+def test_mooncake_is_driven_as_its_engine_wants_and_its_failures_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a stand-in for the library, which is not installed everywhere."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("print('noise of the library')")
+    (tmp_path / "mooncake" / "engine.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    mooncake = MooncakeTe(NBYTES, WALK)
+    try:
+        sample = mooncake.put(1, 16)
+        assert (sample.nbytes, mooncake.failed) == (12 * NBYTES, 4)
+        assert mooncake.get(3, 2).nbytes == 6 * NBYTES
+    finally:
+        mooncake.close()
+
+
+@pytest.mark.skipif(not registry_has_ucx(), reason="ucxx is not installed")
+@pytest.mark.parametrize("tls", ["posix,cma", "tcp"])
+def test_bare_ucxx_moves_the_same(tls: str) -> None:
+    with LinkEnds(WALK) as peers:
+        bare = peers.ucxx(tls, NBYTES)
+        assert bare.put(2, 3).nbytes == 6 * NBYTES
+        assert bare.get(2, 3).nbytes == 6 * NBYTES
+        places = bare._memory.places(4)
+        sent = LinkMemory(NBYTES, WALK)
+        assert {bytes(place) for place in places} == {bytes(part) for part in sent.numbered(0, 4)}
+        bare.close()

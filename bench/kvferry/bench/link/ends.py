@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from kvferry.bench.link.bare import BareLink, Certificates, Kind
 from kvferry.bench.link.peer import PeerProcess, bare_ports, open_servers
@@ -18,6 +19,9 @@ from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError
 from kvferry.wire import Channel, ChannelOptions
+
+if TYPE_CHECKING:
+    from kvferry.bench.link.ucxx import UcxxLink
 
 __all__ = ["Ends", "LinkEnds", "make_certificates"]
 
@@ -59,6 +63,7 @@ class LinkEnds:
         self._stack = contextlib.ExitStack()
         self._found: dict[tuple[str, str], Ends] = {}
         self._bare: dict[str, tuple[str, Callable[[int], BareLink]]] = {}
+        self._ucxx: PeerProcess | None = None
         self._folder: Path | None = None
         self._files: Certificates | None = None
 
@@ -129,6 +134,20 @@ class LinkEnds:
             )
             self._bare[kind] = (name, make)
         return self._bare[kind]
+
+    def ucxx(self, tls: str, nbytes: int) -> UcxxLink:
+        """Bare UCXX over ``tls``, with the options and the window of the transport ``ucx``."""
+        from kvferry.bench.link.ucxx import UcxxLink
+        from kvferry.transports.ucx.lane import WINDOW
+        from kvferry.transports.ucx.settings import Options, context_config
+
+        if self._ucxx is None:
+            self._ucxx = PeerProcess(self._walk_nbytes, bare=(("ucxx", "127.0.0.1"),))
+            self._stack.callback(self._ucxx.close)
+        (address,) = self._ucxx.bare
+        assert isinstance(address, tuple)
+        config = context_config(Options((("TLS", tls),)))
+        return UcxxLink(address, config, WINDOW, nbytes, self._walk_nbytes, server_cpu_s=self._ucxx.cpu_s)
 
     def _path(self, name: str) -> Path:
         if self._folder is None:  # short: a socket's path has a limit

@@ -6,6 +6,8 @@ one part after the other or a batch in one call. Needs ``mooncake-transfer-engin
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -85,9 +87,15 @@ class MooncakeTe:
             raise
 
     @staticmethod
-    def is_installed() -> bool:
-        """Whether the wheel lies beside kvferry."""
-        return importlib.util.find_spec("mooncake") is not None
+    @functools.cache
+    def problem() -> str:
+        """Why it cannot be measured here; empty if it can."""
+        if importlib.util.find_spec("mooncake") is None:
+            return "mooncake-transfer-engine-non-cuda is not installed beside kvferry"
+        command = [sys.executable, "-c", "import mooncake.engine"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=False)
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return f"mooncake.engine cannot be loaded: {reason}" if done.returncode else ""
 
     def put(self, batch: int, count: int) -> Sample:
         """Writes into the other process."""

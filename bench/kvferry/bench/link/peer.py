@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvferry import transports
 from kvferry.bench.link.bare import BareServer, Certificates, Kind
@@ -82,7 +82,7 @@ class PeerProcess:
         walk_nbytes: int,
         *,
         listen: tuple[str, ...] = (),
-        bare: tuple[tuple[Kind, str], ...] = (),
+        bare: tuple[tuple[Kind | Literal["ucxx"], str], ...] = (),
         certificates: Certificates | None = None,
     ) -> None:
         request: dict[str, object] = {"walk": walk_nbytes, "listen": listen, "bare": bare}
@@ -137,6 +137,11 @@ def _serve(request: Mapping[str, object]) -> tuple[list[ChannelServer], dict[str
     servers = [open_servers(str(url)) for url in listen]
     sockets = []
     for kind, where in bare:
+        if kind == "ucxx":
+            from kvferry.bench.link.ucxx import UcxxServer  # needs the extra
+
+            sockets.append((where, UcxxServer(where).port))
+            continue
         server = BareServer(kind, where if kind == "unix" else (where, 0), walk, certificates)
         sockets.append((where, server.port))
     return servers, {"addresses": [server.address for server in servers], "bare": sockets}

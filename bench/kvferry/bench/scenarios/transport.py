@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 from kvferry.bench.ceilings import COLD_NBYTES
@@ -21,6 +23,8 @@ from kvferry.core.units import parse_nbytes, parse_rate
 from kvferry.transports import registry
 
 __all__ = ["DEFAULT_SIZES", "SCENARIOS", "SCHEMES", "TransportOptions", "run"]
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB"
 SCHEMES = ("tcp", "tls", "unix", "ucx", "inproc")
@@ -109,13 +113,22 @@ def _words(options: Options, name: str, default: str, known: tuple[str, ...]) ->
 
 
 def _alternatives(options: Options) -> tuple[str, ...]:
-    """Those that were asked for, else those that are installed."""
-    installed = {"mooncake": MooncakeTe.is_installed(), "ucxx": _is_installed("ucx")}
+    """Those that were asked for, else those that can be measured here."""
     asked = _words(options, "with", "", (*ALTERNATIVES, "none"))
+    problems = {name: _problem_with(name) for name in asked or ALTERNATIVES if name != "none"}
     for name in asked:
-        if name != "none" and not installed[name]:
-            raise PluginUnavailableError(f"--with {name}: it is not installed beside kvferry")
-    return asked or tuple(name for name in ALTERNATIVES if installed[name])
+        if problems.get(name):
+            raise PluginUnavailableError(f"--with {name}: {problems[name]}")
+    for problem in problems.values():
+        if "cannot be loaded" in problem:  # it was meant to be there
+            log.warning("left out: %s", problem)
+    return asked or tuple(name for name, problem in problems.items() if not problem)
+
+
+def _problem_with(alternative: str) -> str:
+    if alternative == "mooncake":
+        return MooncakeTe.problem()
+    return "" if _is_installed("ucx") else "ucxx is not installed: the extra ucx has it"
 
 
 def _numbers(options: Options, name: str, default: str) -> tuple[int, ...]:
@@ -160,7 +173,7 @@ def _is_installed(scheme: str) -> bool:
         registry.load(scheme)
     except (PluginUnavailableError, UnknownPluginError):
         return False
-    return True
+    return scheme != "ucx" or find_spec("ucxx") is not None  # loaded when an address is used
 
 
 class _Scenario(Protocol):

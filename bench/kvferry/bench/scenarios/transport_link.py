@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from kvferry.bench.scenarios.transport import TransportOptions
 __all__ = ["link_params", "measure", "run_link"]
 
 _RPC_NBYTES = 4096
+_UCX_TLS = ("posix,cma", "tcp")
 _RPC_WALK_NBYTES = 16 << 20
 
 
@@ -47,36 +49,85 @@ def link_params(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One way to use a scheme.
+
+    Attributes:
+        lanes: Sockets of a connection.
+        tls: What UCX may use; empty for other schemes.
+    """
+
+    lanes: int = 1
+    tls: str = ""
+
+    @property
+    def url_options(self) -> str:
+        """As options of the address."""
+        return f"tls={self.tls}" if self.tls else f"lanes={self.lanes}" if self.lanes > 1 else ""
+
+    @classmethod
+    def of(cls, scheme: str, options: TransportOptions) -> list[_Variant]:
+        """Those of ``scheme`` that are to be measured; a peer on another machine has one."""
+        if options.address or scheme not in ("tcp", "ucx"):
+            return [cls()]
+        if scheme == "ucx":
+            return [cls(tls=tls) for tls in _UCX_TLS]
+        return [cls(lanes=lanes) for lanes in options.lanes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """What is the same for all sizes of one scenario."""
+
+    scenario: str
+    variant: _Variant
+    checksum: str
+    options: TransportOptions
+    peers: LinkEnds
+
+    @property
+    def scheme(self) -> str:
+        return self.scenario.split(".")[1]
+
+    @property
+    def kind(self) -> str:
+        return self.scenario.split(".")[2]
+
+    @property
+    def other(self) -> Ends:
+        return self.peers.of(self.scheme, self.variant.url_options)
+
+    def link(self, other: Ends, nbytes: int, walk_nbytes: int) -> Link:
+        with_checksum = self.checksum == "xxh3"
+        return Link(other.address, nbytes, walk_nbytes, checksum=with_checksum, peer_cpu_s=other.cpu_s)
+
+    def params(self, nbytes: int, batch: int) -> dict[str, Param]:
+        found = link_params(self.scheme, nbytes, batch, self.variant.lanes, self.checksum, self.options)
+        return {**found, "tls": self.variant.tls} if self.variant.tls else found
+
+
 def run_link(
     scenario: str, options: TransportOptions, peers: LinkEnds, progress: Progress
 ) -> Iterator[Result]:
-    """One scenario over all sizes, batches, lanes and checksums."""
+    """One scenario over all sizes, batches, variants and checksums."""
     _, scheme, kind = scenario.split(".")
-    for lanes in options.lanes if scheme == "tcp" and not options.address else (1,):
-        other = peers.of(scheme, f"lanes={lanes}" if lanes > 1 else "")
+    for variant in _Variant.of(scheme, options):
         for checksum in options.checksums:
+            series = _Series(scenario, variant, checksum, options, peers)
             if kind == "rpc":
-                yield _rpc(scenario, other, lanes, checksum, options, progress)
+                yield _rpc(series, progress)
                 continue
-            one_lane = peers.of(scheme) if lanes > 1 else None
             for nbytes in options.sizes:
                 with contextlib.ExitStack() as stack:
-                    movers = _movers(scheme, other, one_lane, nbytes, checksum, options, stack)
-                    yield from _moves(scenario, movers, nbytes, lanes, checksum, options, progress)
+                    yield from _moves(series, _movers(series, nbytes, stack), nbytes, progress)
 
 
-def _movers(
-    scheme: str,
-    other: Ends,
-    one_lane: Ends | None,
-    nbytes: int,
-    checksum: str,
-    options: TransportOptions,
-    stack: contextlib.ExitStack,
-) -> dict[str, _Mover]:
+def _movers(series: _Series, nbytes: int, stack: contextlib.ExitStack) -> dict[str, _Mover]:
     """The subject and its baselines for one size, closed with ``stack``."""
-    walk, with_checksum = options.walk_nbytes, checksum == "xxh3"
-    link = Link(other.address, nbytes, walk, checksum=with_checksum, peer_cpu_s=other.cpu_s)
+    options, other = series.options, series.other
+    walk = options.walk_nbytes
+    link = series.link(other, nbytes, walk)
     stack.callback(link.close)
     movers: dict[str, _Mover] = {"subject": link}
     if other.bare is not None:
@@ -84,11 +135,15 @@ def _movers(
         bare = make(nbytes)
         stack.callback(bare.close)
         movers[name] = bare
-    if one_lane is not None:
-        single = Link(one_lane.address, nbytes, walk, checksum=with_checksum)
+    if series.variant.lanes > 1:
+        single = series.link(series.peers.of(series.scheme), nbytes, walk)
         stack.callback(single.close)
         movers["one_lane"] = single
-    if scheme == "tcp" and "mooncake" in options.alternatives and not options.address:
+    if series.variant.tls and "ucxx" in options.alternatives:
+        bare_ucxx = series.peers.ucxx(series.variant.tls, nbytes)
+        stack.callback(bare_ucxx.close)
+        movers["bare_ucxx"] = bare_ucxx
+    if series.scheme == "tcp" and "mooncake" in options.alternatives and not options.address:
         mooncake = MooncakeTe(nbytes, walk)
         stack.callback(mooncake.close)
         movers["mooncake_te"] = mooncake
@@ -96,31 +151,25 @@ def _movers(
 
 
 def _moves(
-    scenario: str,
-    movers: Mapping[str, _Mover],
-    nbytes: int,
-    lanes: int,
-    checksum: str,
-    options: TransportOptions,
-    progress: Progress,
+    series: _Series, movers: Mapping[str, _Mover], nbytes: int, progress: Progress
 ) -> Iterator[Result]:
     """Puts, or gets, of one size."""
-    _, scheme, kind = scenario.split(".")
+    options = series.options
     walk = options.walk_nbytes
     link, mooncake = movers["subject"], movers.get("mooncake_te")
     assert isinstance(link, Link)
+    operation = Operation.PUT if series.kind == "put" else Operation.GET
     for batch in sorted({parts_at_once(nbytes, batch, walk) for batch in options.batches}):
         count = max(1, options.run_nbytes // (nbytes * batch))
         subjects: dict[str, Callable[[], Sample]] = {
-            name: partial(mover.put if kind == "put" else mover.get, batch, count)
+            name: partial(mover.put if operation is Operation.PUT else mover.get, batch, count)
             for name, mover in movers.items()
         }
         subjects["memcpy_cold"] = MemcpyCold(nbytes, count * batch, walk_nbytes=walk)
-        params = link_params(scheme, nbytes, batch, lanes, checksum, options)
-        operation = Operation.PUT if kind == "put" else Operation.GET
         result = measure(
-            scenario, params, subjects, link, options, progress, operation=operation, count=count
-        )
+            series.scenario, series.params(nbytes, batch), subjects, link, options, progress,
+            operation=operation, count=count,
+        )  # fmt: skip
         if isinstance(mooncake, MooncakeTe):
             result.params["mooncake_te_failed"] = mooncake.failed
         yield result
@@ -147,14 +196,11 @@ def measure(
     return summarise(scenario, params, "GB/s", values, samples=samples["subject"], verified=verified)
 
 
-def _rpc(
-    scenario: str, other: Ends, lanes: int, checksum: str, options: TransportOptions, progress: Progress
-) -> Result:
+def _rpc(series: _Series, progress: Progress) -> Result:
     """Requests and answers of 4 KiB; the value is a round's median."""
-    _, scheme, _ = scenario.split(".")
+    options, other = series.options, series.other
     with contextlib.ExitStack() as stack:
-        walk = min(options.walk_nbytes, _RPC_WALK_NBYTES)
-        link = Link(other.address, _RPC_NBYTES, walk, checksum=checksum == "xxh3", peer_cpu_s=other.cpu_s)
+        link = series.link(other, _RPC_NBYTES, min(options.walk_nbytes, _RPC_WALK_NBYTES))
         stack.callback(link.close)
         subjects: dict[str, Callable[[], Sample]] = {"subject": partial(link.echo, options.requests)}
         if other.bare is not None:
@@ -162,21 +208,18 @@ def _rpc(
             bare = make(_RPC_NBYTES)
             stack.callback(bare.close)
             subjects[name] = partial(bare.echo, options.requests)
+        params = series.params(_RPC_NBYTES, 1)
         samples = run_paired(
             subjects,
             runs=options.runs,
             warmup=options.warmup,
             progress=progress,
-            label=f"{scenario} lanes={lanes} checksum={checksum}",
+            label=f"{series.scenario} lanes={params['lanes']} checksum={series.checksum}",
         )
         verified = link.verify(Operation.ECHO, 1, options.requests)
-        params: dict[str, Param] = {
-            **link_params(scheme, _RPC_NBYTES, 1, lanes, checksum, options),
-            "operations": link.operations,
-            "failed": link.failed,
-        }
+        params = {**params, "operations": link.operations, "failed": link.failed}
     values = {
-        name: [percentile(s.latencies, 0.5) * 1e6 for s in found if s.latencies]
+        name: [percentile(s.latencies, 0.5) * 1e6 if s.latencies else 0.0 for s in found]
         for name, found in samples.items()
     }
-    return summarise(scenario, params, "us", values, samples=samples["subject"], verified=verified)
+    return summarise(series.scenario, params, "us", values, samples=samples["subject"], verified=verified)
