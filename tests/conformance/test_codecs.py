@@ -6,15 +6,18 @@ from typing import ClassVar
 
 import pytest
 
-from kvferry.codecs.base import Codec, CodecConfig
+from kvferry.codecs.base import ArrayStage, ByteStage, Codec, CodecConfig
+from kvferry.codecs.compressed import Lz4Stage, ZstdStage
 from kvferry.codecs.ebp import EbpCodec
 from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
 from kvferry.codecs.quantised import Fp8Codec, Int4Codec, Int8Codec
 from kvferry.codecs.raw import RawCodec
+from kvferry.codecs.shuffle import ShuffleStage
 from kvferry.codecs.split import SplitCodec
 from kvferry.core.errors import CodecError, CorruptBlockError
 from kvferry.core.spec import LayerSpec
+from kvferry.testing.codec_stages import ArrayStageSuite, ByteStageSuite
 from kvferry.testing.codecs import CodecSuite
 
 EVERY_LAYER = ("kv_bf16", "mla", "padded", "scalar", "uint8", "empty")
@@ -84,6 +87,36 @@ class TestFp8Codec(OnBothKernels):
 class TestFp8CodecWithoutScale(OnBothKernels):
     def make_codec(self) -> Codec:
         return Fp8Codec(scaled=False)
+
+
+class TestLz4Stage(ByteStageSuite):
+    def make_stage(self) -> ByteStage:
+        return Lz4Stage()
+
+
+class TestLz4StageInPieces(ByteStageSuite):
+    def make_stage(self) -> ByteStage:
+        stage = Lz4Stage(acceleration=2)
+        stage.piece_nbytes = 4000
+        return stage
+
+    def test_config_rebuilds_an_equal_stage(self) -> None:
+        assert self.make_stage().config() == {"acceleration": 2}
+
+
+class TestZstdStage(ByteStageSuite):
+    def make_stage(self) -> ByteStage:
+        return ZstdStage()
+
+
+class TestZstdStageOfLevel3(ByteStageSuite):
+    def make_stage(self) -> ByteStage:
+        return ZstdStage(level=3)
+
+
+class TestShuffleStage(ArrayStageSuite):
+    def make_stage(self) -> ArrayStage:
+        return ShuffleStage()
 
 
 class ZlibCodec(Codec):

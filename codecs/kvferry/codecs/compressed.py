@@ -91,12 +91,16 @@ class Lz4Stage(_Pieces):
 
     Args:
         acceleration: From 1; larger is faster and compresses less.
+
+    Raises:
+        CodecError: For a value outside its range.
     """
 
     codec_id: ClassVar[str] = "lz4"
 
     def __init__(self, acceleration: int = 1) -> None:
-        self.acceleration = acceleration
+        given = Parameters(self.codec_id, {"acceleration": acceleration})
+        self.acceleration = given.integer("acceleration", 1, 1, 65537)
 
     def bound(self, nbytes: int) -> int:
         """LZ4_COMPRESSBOUND of lz4.h."""
@@ -123,10 +127,7 @@ class Lz4Stage(_Pieces):
     @classmethod
     def from_config(cls, config: CodecConfig) -> Lz4Stage:
         """Build it from :meth:`config`."""
-        given = Parameters(cls.codec_id, config)
-        stage = cls(given.integer("acceleration", 1, 1, 65537))
-        given.check()
-        return stage
+        return cls(**Parameters(cls.codec_id, config).plain("acceleration"))
 
 
 class ZstdStage(_Pieces):
@@ -134,12 +135,15 @@ class ZstdStage(_Pieces):
 
     Args:
         level: From -7 (fastest) to 19.
+
+    Raises:
+        CodecError: For a value outside its range.
     """
 
     codec_id: ClassVar[str] = "zstd"
 
     def __init__(self, level: int = 1) -> None:
-        self.level = level
+        self.level = Parameters(self.codec_id, {"level": level}).integer("level", 1, -7, 19)
 
     def bound(self, nbytes: int) -> int:
         """ZSTD_COMPRESSBOUND of zstd.h."""
@@ -167,7 +171,4 @@ class ZstdStage(_Pieces):
     @classmethod
     def from_config(cls, config: CodecConfig) -> ZstdStage:
         """Build it from :meth:`config`."""
-        given = Parameters(cls.codec_id, config)
-        stage = cls(given.integer("level", 1, -7, 19))
-        given.check()
-        return stage
+        return cls(**Parameters(cls.codec_id, config).plain("level"))

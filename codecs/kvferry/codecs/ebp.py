@@ -31,7 +31,7 @@ class EbpCodec(TensorCodec):
     codec_id: ClassVar[str] = "ebp"
 
     def __init__(self, bits: int = 0) -> None:
-        if bits not in (0, 3, 4):
+        if Parameters(self.codec_id, {"bits": bits}).integer("bits", 0, 0, 4) in (1, 2):
             raise CodecError(
                 f"codec 'ebp': bits is {bits}; write 3 or 4, or leave it out to choose by sample"
             )
@@ -50,7 +50,4 @@ class EbpCodec(TensorCodec):
     @classmethod
     def from_config(cls, config: CodecConfig) -> EbpCodec:
         """Build it from :meth:`config`."""
-        given = Parameters(cls.codec_id, config)
-        codec = cls(given.integer("bits", 0, 0, 4))
-        given.check()
-        return codec
+        return cls(**Parameters(cls.codec_id, config).plain("bits"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvferry.codecs.base import CodecConfig
 from kvferry.core.errors import CodecError
 from kvferry.core.nearest import did_you_mean
@@ -52,6 +54,12 @@ class Parameters:
     def text(self, name: str, default: str) -> str:
         """Any text."""
         return str(self._take(name, default))
+
+    def plain(self, *names: str) -> dict[str, Any]:
+        """Those of ``names`` that were given, unchecked; raises for others as :meth:`check`."""
+        self._known += names
+        self.check()
+        return dict(self._config)
 
     def check(self) -> None:
         """Every parameter was asked for.

@@ -7,27 +7,26 @@ reader needs no configuration: :func:`decode_frame`.
 from __future__ import annotations
 
 import functools
-import math
-import re
 import threading
 from collections.abc import Sequence
 from typing import Final
 
-from kvferry.codecs.base import ArrayStage, ByteStage, Codec, CodecConfig, Stage, slice_count
+from kvferry.codecs.base import ArrayStage, ByteStage, Codec, Stage, slice_count
 from kvferry.codecs.error import SliceError, slice_errors
-from kvferry.codecs.frame import Frame, StageId, encode_header, header_nbytes, parse_frame, stage_bytes
+from kvferry.codecs.frame import Frame, encode_header, header_nbytes, parse_frame, stage_bytes
 from kvferry.codecs.raw import RawCodec
-from kvferry.codecs.stages import registry
-from kvferry.core.buffers import copy_into, page_aligned
-from kvferry.core.errors import CodecError, CorruptBlockError
+from kvferry.codecs.scratch import Buffers, Scratch
+from kvferry.codecs.stages import load_stage
+from kvferry.codecs.text import parse_stages, stage_text
+from kvferry.core.buffers import copy_into
+from kvferry.core.errors import CodecError, ConfigError, CorruptBlockError
 from kvferry.core.spec import KVSpec, LayerSpec
 
 __all__ = ["CodecPipeline", "decode_frame"]
 
-_STAGE: Final = re.compile(r"([a-z0-9_.-]+)\s*(?:\(([^()]*)\))?", re.ASCII)
 _CACHED: Final = 64
 _CHECK_EVERY: Final = 16
-_scratch = threading.local()
+_scratch: Final = Scratch()
 
 
 class CodecPipeline:
@@ -76,12 +75,12 @@ class CodecPipeline:
             CodecError: For a malformed text, an unknown parameter or stages in a wrong order.
             UnknownPluginError: For a stage that does not exist; with the nearest name.
         """
-        return cls([_parse_stage(text, part.strip()) for part in text.split("|")], check=check)
+        return cls([load_stage(stage) for stage in parse_stages(text)], check=check)
 
     @functools.cached_property
     def text(self) -> str:
         """The text form, which :meth:`parse` reads back to an equal pipeline."""
-        return "|".join(_stage_text(s) for s in self.stages)
+        return "|".join(stage_text(s.codec_id, s.config()) for s in self.stages) or self.codec.codec_id
 
     def __repr__(self) -> str:
         return f"<CodecPipeline {self.text}>"
@@ -184,21 +183,27 @@ class CodecPipeline:
     def _encode(self, src: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> int:
         if self._alone:
             return self.codec.encode_into(src, layer, dst)
+        with _scratch.taken() as buffer:
+            return self._encode_through(src, layer, count, dst, buffer)
+
+    def _encode_through(
+        self, src: memoryview, layer: LayerSpec, count: int, dst: memoryview, buffer: Buffers
+    ) -> int:
         layers = self._layers(layer)
         data = src
         for index, stage in enumerate(self.arrays):
-            out = _buffer(f"array{index % 2}", layers[index + 1].nbytes * count)
+            out = buffer(f"array{index % 2}", layers[index + 1].nbytes * count)
             stage.encode_into(data, layers[index], out)
             data = out
         bounds = self._body_bounds(layer, count)
         if not self.bytes:
             return self.codec.encode_into(data, layers[-1], dst)
         if not isinstance(self.codec, RawCodec):
-            out = _buffer("bytes0", bounds[0])
+            out = buffer("bytes0", bounds[0])
             data = out[: self.codec.encode_into(data, layers[-1], out)]
         for index, step in enumerate(self.bytes):
             last = index == len(self.bytes) - 1
-            target = dst if last else _buffer(f"bytes{1 - index % 2}", bounds[index + 1])
+            target = dst if last else buffer(f"bytes{1 - index % 2}", bounds[index + 1])
             data = target[: step.encode_into(data, target)]
         return len(data)
 
@@ -206,20 +211,26 @@ class CodecPipeline:
         if self._alone:
             self.codec.decode_into(body, layer, dst)
             return
+        with _scratch.taken() as buffer:
+            self._decode_through(body, layer, count, dst, buffer)
+
+    def _decode_through(
+        self, body: memoryview, layer: LayerSpec, count: int, dst: memoryview, buffer: Buffers
+    ) -> None:
         layers = self._layers(layer)
         bounds = self._body_bounds(layer, count)
         raw = isinstance(self.codec, RawCodec)
         data = body
         for index in range(len(self.bytes) - 1, -1, -1):
             direct = raw and index == 0 and not self.arrays
-            out = dst if direct else _buffer(f"bytes{index % 2}", bounds[index])
+            out = dst if direct else buffer(f"bytes{index % 2}", bounds[index])
             data = out[: self.bytes[index].decode_into(data, out)]
             if direct:
                 if len(data) != len(dst):
                     raise CorruptBlockError(f"{len(data)} bytes were decoded, not {len(dst)}")
                 return
         for index in range(len(self.arrays), -1, -1):
-            out = dst if index == 0 else _buffer(f"array{index % 2}", layers[index].nbytes * count)
+            out = dst if index == 0 else buffer(f"array{index % 2}", layers[index].nbytes * count)
             if index == len(self.arrays):
                 self.codec.decode_into(data, layers[index], out)
             else:
@@ -233,11 +244,12 @@ class CodecPipeline:
 
     def _out_of(self, src: memoryview, layer: LayerSpec, body: memoryview) -> SliceError | None:
         """The worst tensor outside its bound after decoding again, if any."""
-        again = _buffer("check", len(src))
-        self._decode(body, layer, len(src) // layer.nbytes, again)
-        for error in slice_errors(src, again, layer):
-            if not error.relative_l2 <= self.codec.error_bound(error.tensor):  # also for NaN
-                return error
+        with _scratch.taken() as buffer:
+            again = buffer("check", len(src))
+            self._decode(body, layer, len(src) // layer.nbytes, again)
+            for error in slice_errors(src, again, layer):
+                if not error.relative_l2 <= self.codec.error_bound(error.tensor):  # also for NaN
+                    return error
         return None
 
 
@@ -265,51 +277,7 @@ def decode_frame(src: memoryview, layer: LayerSpec, dst: memoryview, *, lossless
 @functools.lru_cache(_CACHED)
 def _pipeline_of(stages: bytes) -> CodecPipeline:
     named = Frame(stages, lossy=False, stored_raw=False, decoded_nbytes=0, body=memoryview(b"")).stage_ids()
-    return CodecPipeline([_load(stage) for stage in named])
-
-
-def _load(stage: StageId) -> Stage:
-    return registry.load(stage[0]).from_config(stage[1])
-
-
-def _parse_stage(text: str, part: str) -> Stage:
-    found = _STAGE.fullmatch(part)
-    if found is None:
-        raise CodecError(f"codec {text!r}: {part!r} is no stage; write name or name(parameter=value, ...)")
-    config: dict[str, str | int | float | bool] = {}
-    for item in filter(None, map(str.strip, (found[2] or "").split(","))):
-        name, equals, value = map(str.strip, item.partition("="))
-        if not name or not equals or not value or name in config:
-            raise CodecError(f"codec {text!r}: {item!r} is not of the form parameter=value, or given twice")
-        config[name] = _value(value)
-    return _load((found[1], config))
-
-
-def _value(text: str) -> str | int | float | bool:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            number = kind(text)
-        except ValueError:
-            continue
-        if math.isfinite(number):
-            return number
-    return text
-
-
-def _stage_text(stage: Stage) -> str:
-    config: CodecConfig = stage.config()
-    values = ", ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in config.items()
-    )
-    return f"{stage.codec_id}({values})" if values else stage.codec_id
-
-
-def _buffer(name: str, nbytes: int) -> memoryview:
-    """Scratch memory of this thread, page-aligned, grown to the largest use; one for each name."""
-    held: memoryview | None = getattr(_scratch, name, None)
-    if held is None or len(held) < nbytes:
-        held = page_aligned(nbytes)
-        setattr(_scratch, name, held)
-    return held[:nbytes]
+    try:
+        return CodecPipeline([load_stage(stage) for stage in named])
+    except ConfigError as error:
+        raise CodecError(f"an encoded slice needs a codec that is not to be had: {error}") from error

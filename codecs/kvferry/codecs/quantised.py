@@ -15,6 +15,7 @@ __all__ = ["Fp8Codec", "Int4Codec", "Int8Codec"]
 _AXES: Final = ("token", "channel")
 _NUMBERS: Final = {"token": TOKEN, "channel": CHANNEL}
 _MOST: Final = 0xFFFF
+_MOST_INT4: Final = 127
 
 
 class _Quantised(TensorCodec):
@@ -27,9 +28,10 @@ class _Quantised(TensorCodec):
     lossless = False
     default_bound: ClassVar[float]
 
-    def __init__(self, bound: float) -> None:
+    def __init__(self, given: Parameters, most: int, default_group: int) -> None:
         super().__init__()
-        self.bound = bound
+        self.group = given.integer("group", default_group, 1, most)
+        self.bound = given.number("bound", self.default_bound, 0, 1)
 
     def error_bound(self, tensor: TensorSpec) -> float:
         """See :meth:`Codec.error_bound`."""
@@ -58,15 +60,18 @@ class Int8Codec(_Quantised):
             which fits models whose keys have channels that stick out.
         group: Values that share a scale.
         bound: Largest relative L2 error of a tensor.
+
+    Raises:
+        CodecError: For a value outside its range.
     """
 
     codec_id: ClassVar[str] = "int8"
     default_bound = 0.02
 
     def __init__(self, k: str = "token", group: int = 64, bound: float = default_bound) -> None:
-        super().__init__(bound)
-        self.k = k
-        self.group = group
+        given = Parameters(self.codec_id, {"k": k, "group": group, "bound": bound})
+        super().__init__(given, _MOST, 64)
+        self.k = given.choice("k", "token", _AXES)
 
     def kind(self) -> int:
         """See the base."""
@@ -83,11 +88,7 @@ class Int8Codec(_Quantised):
     @classmethod
     def from_config(cls, config: CodecConfig) -> Int8Codec:
         """Build it from :meth:`config`."""
-        given = Parameters(cls.codec_id, config)
-        k, group = given.choice("k", "token", _AXES), given.integer("group", 64, 1, _MOST)
-        codec = cls(k, group, given.number("bound", cls.default_bound, 0, 1))
-        given.check()
-        return codec
+        return cls(**Parameters(cls.codec_id, config).plain("k", "group", "bound"))
 
 
 class Int4Codec(_Quantised):
@@ -99,15 +100,18 @@ class Int4Codec(_Quantised):
         group: Values that share a step; 32, or 64 for 3.55 times at a larger error.
         k: Groups of ``k`` tensors, ``channel`` or ``token``.
         bound: Largest relative L2 error of a tensor.
+
+    Raises:
+        CodecError: For a value outside its range.
     """
 
     codec_id: ClassVar[str] = "int4"
     default_bound = 0.12
 
     def __init__(self, group: int = 32, k: str = "channel", bound: float = default_bound) -> None:
-        super().__init__(bound)
-        self.group = group
-        self.k = k
+        given = Parameters(self.codec_id, {"k": k, "group": group, "bound": bound})
+        super().__init__(given, _MOST_INT4, 32)
+        self.k = given.choice("k", "channel", _AXES)
 
     def kind(self) -> int:
         """See the base."""
@@ -124,11 +128,7 @@ class Int4Codec(_Quantised):
     @classmethod
     def from_config(cls, config: CodecConfig) -> Int4Codec:
         """Build it from :meth:`config`."""
-        given = Parameters(cls.codec_id, config)
-        group, k = given.integer("group", 32, 2, 127), given.choice("k", "channel", _AXES)
-        codec = cls(group, k, given.number("bound", cls.default_bound, 0, 1))
-        given.check()
-        return codec
+        return cls(**Parameters(cls.codec_id, config).plain("group", "k", "bound"))
 
 
 class Fp8Codec(_Quantised):
@@ -141,15 +141,18 @@ class Fp8Codec(_Quantised):
         scaled: Whether each group has a scale.
         group: Values that share one.
         bound: Largest relative L2 error of a tensor.
+
+    Raises:
+        CodecError: For a value outside its range.
     """
 
     codec_id: ClassVar[str] = "fp8"
     default_bound = 0.04
 
     def __init__(self, *, scaled: bool = True, group: int = 64, bound: float = default_bound) -> None:
-        super().__init__(bound)
-        self.scaled = scaled
-        self.group = group
+        given = Parameters(self.codec_id, {"scaled": scaled, "group": group, "bound": bound})
+        super().__init__(given, _MOST, 64)
+        self.scaled = given.flag("scaled", default=True)
 
     def kind(self) -> int:
         """See the base."""
@@ -167,11 +170,7 @@ class Fp8Codec(_Quantised):
     @classmethod
     def from_config(cls, config: CodecConfig) -> Fp8Codec:
         """Build it from :meth:`config`."""
-        given = Parameters(cls.codec_id, config)
-        scaled, group = given.flag("scaled", default=True), given.integer("group", 64, 1, _MOST)
-        codec = cls(scaled=scaled, group=group, bound=given.number("bound", cls.default_bound, 0, 1))
-        given.check()
-        return codec
+        return cls(**Parameters(cls.codec_id, config).plain("scaled", "group", "bound"))
 
 
 def _given(codec: object, default: object, *names: str) -> CodecConfig:

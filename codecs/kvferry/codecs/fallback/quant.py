@@ -140,7 +140,7 @@ def _encode_lanes(raw: U16, kind: int, dtype: int) -> _Lanes:
     zero = (top == 0) | kept
     largest = np.where(zero, np.float32(1), value_of(np.where(zero, 0, top), dtype))
     scale = np.where(zero, 0, bf16_above((largest / _LEVELS[kind]).astype(np.float32))).astype(np.uint16)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(zero, np.float32(0), np.float32(1) / value_of(scale, 0))
     scaled = value_of(np.where(kept[:, None], 0, raw).astype(np.uint16), dtype) * inverse[:, None]
     codes = (
@@ -159,7 +159,7 @@ def _encode_int4(raw: U16, dtype: int) -> _Lanes:
     kept |= (span != 0) & (span < np.float32(2.0**-100))
     step = bf16_of((span / np.float32(15)).astype(np.float32))
     flat = (span == 0) | kept
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):  # of groups that are kept
         inverse = np.where(flat, np.float32(0), np.float32(1) / value_of(step, 0))
     values = value_of(np.where(kept[:, None], 0, raw).astype(np.uint16), dtype)
     with np.errstate(over="ignore"):
@@ -192,19 +192,26 @@ def _decode_lanes(parameters: list[U16], codes: ByteArray, length: int, kind: in
 # -- by token ------------------------------------------------------------------------------------------
 
 
+def _cuts(length: int, group: int) -> list[tuple[int, int, int]]:
+    """Whole groups of a run together, then what is left over: first element, groups, elements of each."""
+    whole, rest = divmod(length, group)
+    return [cut for cut in ((0, whole, group), (whole * group, 1, rest)) if cut[1] and cut[2]]
+
+
 def _encode_tokens(runs: U16, kind: int, group: int, dtype: int) -> tuple[list[ByteArray], int]:
-    length = runs.shape[1]
-    lanes = [_encode_lanes(runs[:, at : at + group], kind, dtype) for at in range(0, length, group)]
-    parameters = np.stack([np.stack(lane.parameters, axis=1) for lane in lanes], axis=1)
-    codes = np.concatenate([lane.codes for lane in lanes], axis=1)
-    kept = [
-        (run, number, runs[run, number * group : (number + 1) * group])
-        for number, lane in enumerate(lanes)
-        for run in np.flatnonzero(lane.kept)
+    count, length = runs.shape
+    parameters, codes, kept = [], [], []
+    for start, groups, size in _cuts(length, group):
+        lane = _encode_lanes(runs[:, start : start + groups * size].reshape(-1, size), kind, dtype)
+        parameters.append(np.stack(lane.parameters, axis=1).reshape(count, groups, -1))
+        codes.append(lane.codes.reshape(count, -1))
+        kept.append(lane.kept.reshape(count, groups))
+    raw = [
+        np.ascontiguousarray(runs[run, number * group : (number + 1) * group]).view(np.uint8)
+        for run, number in np.argwhere(np.concatenate(kept, axis=1))
     ]
-    kept.sort(key=lambda item: item[:2])
-    raw = [np.ascontiguousarray(values).view(np.uint8) for _, _, values in kept]
-    return [parameters.astype("<u2").view(np.uint8), codes, *raw], len(kept)
+    planes = [np.concatenate(parameters, axis=1).astype("<u2").view(np.uint8), np.concatenate(codes, axis=1)]
+    return [*planes, *raw], len(raw)
 
 
 def _decode_tokens(
@@ -212,17 +219,17 @@ def _decode_tokens(
 ) -> tuple[U16, int]:
     length = view.last
     runs = view.count * view.nbytes // 2 // length
-    groups = -(-length // group)
-    table = parameters.reshape(runs, groups, -1)
+    table = parameters.reshape(runs, -(-length // group), -1)
     coded = codes.reshape(runs, -1)
     out = np.zeros((runs, length), np.uint16)
-    for number in range(groups):
-        start = number * group
-        size = min(group, length - start)
-        offset = number * _code_nbytes(kind, group)
-        lane = np.ascontiguousarray(coded[:, offset : offset + _code_nbytes(kind, size)])
-        columns = [table[:, number, i] for i in range(table.shape[2])]
-        out[:, start : start + size] = _decode_lanes(columns, lane, size, kind, view.dtype)
+    first = offset = 0
+    for start, groups, size in _cuts(length, group):
+        nbytes = _code_nbytes(kind, size)
+        lane = coded[:, offset : offset + groups * nbytes].reshape(-1, nbytes)
+        columns = [table[:, first : first + groups, i].reshape(-1) for i in range(table.shape[2])]
+        values = _decode_lanes(columns, lane, size, kind, view.dtype)
+        out[:, start : start + groups * size] = values.reshape(runs, -1)
+        first, offset = first + groups, offset + groups * nbytes
     used = 0
     for run, number in np.argwhere(table[:, :, 0] == _KEPT):
         piece = out[run, number * group : (number + 1) * group]

@@ -85,7 +85,8 @@ def _pieces(plan: Plan) -> tuple[int, int]:
                 for piece in plan.pieces
             )
         )
-        held = plan.derived[_DERIVED] = (ctypes.addressof(array), len(array), array)
+        # what a thread that was faster made stays: this call's array would die with this call
+        held = plan.derived.setdefault(_DERIVED, (ctypes.addressof(array), len(array), array))
     address, number, _ = held
     return address, number
 

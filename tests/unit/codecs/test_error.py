@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvferry.codecs.error import as_float32, slice_errors
+from kvferry.core.spec import DType, LayerSpec, TensorSpec
+
+LAYER = LayerSpec((TensorSpec("k", (4, 8), DType.FLOAT32), TensorSpec("v", (4, 8), DType.FLOAT32)))
+
+
+def errors(before: list[float], after: list[float]) -> tuple[float, float]:
+    x, y = np.zeros(64, np.float32), np.zeros(64, np.float32)
+    x[: len(before)], y[: len(after)] = before, after
+    k, v = slice_errors(x.view(np.uint8).data, y.view(np.uint8).data, LAYER)
+    assert (k.tensor.name, v.tensor.name) == ("k", "v")
+    assert v.relative_l2 == v.maximum == 0
+    return k.relative_l2, k.maximum
+
+
+def test_relative_and_largest_error() -> None:
+    assert errors([3, 4], [3, 4]) == (0, 0)
+    assert errors([3, 4], [3, 3]) == pytest.approx((1 / 5, 1))
+    assert errors([1e30, 0], [0, 0]) == pytest.approx((1, 1e30))
+
+
+def test_zeros_infinities_and_nan() -> None:
+    assert errors([0], [1]) == (math.inf, 1)
+    assert errors([math.inf, math.nan, 3, 4], [math.inf, math.nan, 3, 4]) == (0, 0)
+    assert errors([math.inf, math.nan, 3, 4], [math.inf, math.nan, 3, 3]) == pytest.approx((1 / 5, 1))
+    assert math.isnan(errors([3, 4], [3, math.nan])[0])
+    assert errors([3, 4], [3, math.inf])[0] == math.inf
+
+
+def test_types() -> None:
+    raw = np.array([0x3FC0, 0xC000], np.uint16).view(np.uint8)
+    assert as_float32(raw, DType.BFLOAT16).tolist() == [1.5, -2]
+    assert as_float32(np.array([1.5, -2], np.float16).view(np.uint8), DType.FLOAT16).tolist() == [1.5, -2]
+    assert as_float32(np.array([255], np.uint8), DType.INT8).tolist() == [-1]
+    for dtype in (DType.FLOAT8_E4M3FN, DType.BOOL):
+        with pytest.raises(ValueError, match="not compared"):
+            as_float32(raw, dtype)
+    layer = LayerSpec((TensorSpec("k", (64,), DType.FLOAT8_E4M3FN),))
+    assert not list(slice_errors(memoryview(bytes(64)), memoryview(b"\1" * 64), layer))
+    assert not list(slice_errors(memoryview(b""), memoryview(b""), LAYER))
