@@ -48,6 +48,7 @@ COMMANDS: dict[str, CommandEntry] = {
         "Hold a conversation split in processes and in one; show where time went.",
         "demo",
     ),
+    "doctor": CommandEntry("kvferry.cli.doctor:doctor", "Say what this machine can do, and why not."),
     "gateway": CommandEntry("kvferry.cli.engine:gateway", "Run the HTTP gateway over the workers.", "engine"),
     "prefill": CommandEntry("kvferry.cli.engine:prefill", "Run a prefill worker.", "engine"),
     "decode": CommandEntry("kvferry.cli.engine:decode", "Run a decode worker.", "engine"),

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli import main
+
+
+def _run(*args: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *args])
+    code = caught.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_everything_asked_for_works(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "kvferry.toml"
+    config.write_text(f'[store]\ndram_capacity = "1MiB"\ntiers = ["disk:{tmp_path}/kv?capacity=1MiB"]\n')
+    assert _run("--json", "--config", str(config), "--set", "kv.memory=1MiB") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    names = {(one["area"], one["name"]) for one in found["findings"]}
+    for expected in (
+        ("transports", "ucx"), ("rdma", "devices"), ("devices", "musa"), ("devices", "cuda"),
+        ("limits", "open files"), ("limits", "pinning"), ("memory", "/dev/shm"), ("memory", "NUMA nodes"),
+        ("tiers", f"disk {tmp_path}/kv"), ("addresses", "gateway.listen"), ("versions", "torch"),
+    ):  # fmt: skip
+        assert expected in names
+    assert all(set(one) == {"area", "name", "value", "level", "why", "remedy"} for one in found["findings"])
+    assert not (tmp_path / "kv").exists()
+
+
+def test_what_is_asked_for_and_does_not_work_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """C119: asked, found and remedy, for people and for scripts."""
+    sets = ("--set", "decode.listen=auto://127.0.0.1:0?require=rdma")
+    assert _run(*sets) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "asked for rdma, found unix, tcp" in text
+    assert "1 of what the configuration asks for does not work here" in text
+    assert _run("--json", "--set", "decode.listen=auto://127.0.0.1:0?require=rdma&fallback=tcp") == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_a_wrong_configuration_is_not_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--set", "decode.lissen=x") == 2
+    assert "did you mean listen" in capsys.readouterr().err
+
+
+def test_a_process_of_its_own_is_done_soon_and_without_torch() -> None:
+    code = (
+        "import sys\nfrom kvferry.cli import main\n"
+        "try: main(['doctor'])\nexcept SystemExit as e: print('rc', e.code)\n"
+        "print('torch' in sys.modules)"
+    )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert time.monotonic() - started < 20
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "Traceback" not in done.stdout + done.stderr
