@@ -43,7 +43,9 @@ def test_ceilings_move_what_they_say() -> None:
 
 
 def test_unknown_group_names_those_there_are() -> None:
-    with pytest.raises(UnknownPluginError, match="no benchmark group 'nope'; there are: codec, store, stream, transport"):
+    with pytest.raises(
+        UnknownPluginError, match="no benchmark group 'nope'; there are: codec, store, stream, transport"
+    ):
         list(run_group("nope", Options(), lambda *_: None))
 
 

@@ -215,7 +215,8 @@ def _address(option: str, url: str, *, listens: bool) -> Finding:
         parsed = parse_url(url)
         note = "" if parsed.scheme in _NO_SCHEME else _check_transport(parsed, listens=listens)
     except KVFerryError as error:
-        return Finding("addresses", option, f"{url}: {error}", "fail", why, f"do what it says, or change {option}")
+        remedy = f"do what it says, or change {option}"
+        return Finding("addresses", option, f"{url}: {error}", "fail", why, remedy)
     if note:
         return Finding("addresses", option, f"{url}: {note}", "warn", why, f"change {option}, or leave it so")
     if not listens:

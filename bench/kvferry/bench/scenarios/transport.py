@@ -162,6 +162,11 @@ def _scenarios(options: Options, address: str) -> tuple[str, ...]:
         return (name,)
     if address:
         scheme = parse_url(address, default_port=0).scheme
+        if scheme not in SCHEMES:
+            raise ConfigError(
+                f"--address {address}: what is measured has to be named, one of {', '.join(SCHEMES)}"
+                + ("; auto chooses by itself" if scheme == "auto" else "")
+            )
         return tuple(f"transport.{scheme}.{kind}" for kind in _KINDS)
     asked = _words(options, "scheme", "", SCHEMES)
     schemes = asked or tuple(scheme for scheme in SCHEMES if _is_installed(scheme))
