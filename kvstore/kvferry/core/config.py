@@ -80,6 +80,16 @@ class StreamConfig(Section):
     timeout: Seconds = Field(
         default=60.0, ge=0.1, le=3600, description="For the transfer of one prompt's KV."
     )
+    codec: str = Field(
+        default="raw",
+        min_length=1,
+        max_length=200,
+        description="How KV is encoded on its way: raw, auto (by the link), or a pipeline such as ebp.",
+    )
+    allow_lossy: bool = Field(
+        default=False,
+        description="Whether auto may take lossy codecs, and decode accepts them; a lossy codec implies it.",
+    )
 
 
 class StoreConfig(Section):

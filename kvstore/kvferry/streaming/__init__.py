@@ -4,8 +4,18 @@ Prefill hands over each layer right after it was written, while the next one com
 straight into reserved slots and publishes all blocks at once when the last layer is in place.
 """
 
+from kvferry.streaming.codec import LinkCodec, StreamCodec, codec_capabilities
 from kvferry.streaming.receiver import LayerReceiver
 from kvferry.streaming.segments import STREAM_CAPABILITIES, SegmentGrant, WriterWatch
 from kvferry.streaming.sender import LayerSender
 
-__all__ = ["STREAM_CAPABILITIES", "LayerReceiver", "LayerSender", "SegmentGrant", "WriterWatch"]
+__all__ = [
+    "STREAM_CAPABILITIES",
+    "LayerReceiver",
+    "LayerSender",
+    "LinkCodec",
+    "SegmentGrant",
+    "StreamCodec",
+    "WriterWatch",
+    "codec_capabilities",
+]

@@ -6,7 +6,7 @@ rest of a stream (order, the ring of acknowledgements, the end) is the same for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,9 +18,9 @@ from kvferry.core.errors import StoreError
 from kvferry.core.segments import Slot
 from kvferry.core.spec import KVSpec
 from kvferry.wire import Channel
-from kvferry.wire.messages import LayerPlaced, PutLayer, StreamSlots
+from kvferry.wire.messages import LayerPlaced, PutEncoded, PutLayer, StreamSlots
 
-__all__ = ["Delivery", "FrameDelivery", "LayerPart", "SegmentDelivery"]
+__all__ = ["Delivery", "EncodedDelivery", "FrameDelivery", "LayerPart", "SegmentDelivery"]
 
 
 @dataclass(slots=True)
@@ -31,13 +31,22 @@ class LayerPart:
         delivery: How it goes.
         layer: Number of the layer.
         blocks: Numbers of the blocks.
-        parts: Bytes of each block: its tensors and the padding, as many views a block as the others have.
+        parts: Bytes of each block: its tensors and the padding, as many views a block as the others have; or
+            one view, of the encoded frame.
+        codec: How it is encoded.
+        nbytes: Bytes of KV, before encoding; known where a codec is used.
+        ready_at: Monotonic time at which the model handed it over, likewise.
+        sent: Called once its memory is not used any more.
     """
 
     delivery: Delivery
     layer: int
     blocks: tuple[int, ...]
     parts: list[memoryview]
+    codec: str = "raw"
+    nbytes: int = 0
+    ready_at: float = 0.0
+    sent: Callable[[], None] | None = None
 
 
 class Delivery(Protocol):
@@ -69,6 +78,23 @@ class FrameDelivery:
     def send(self, part: LayerPart, deadline: float) -> None:
         """Send message and payload."""
         self._channel.send(PutLayer(layer=part.layer, blocks=part.blocks), part.parts, deadline=deadline)
+
+
+class EncodedDelivery:
+    """The payload is one frame of a codec, and follows the message."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def takes(self, block: int) -> bool:  # noqa: ARG002 - any
+        """Every block."""
+        return True
+
+    def send(self, part: LayerPart, deadline: float) -> None:
+        """Send message and frame."""
+        self._channel.send(PutEncoded(layer=part.layer, blocks=part.blocks), part.parts, deadline=deadline)
+        if part.sent is not None:
+            part.sent()
 
 
 class SegmentDelivery:

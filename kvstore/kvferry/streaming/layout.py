@@ -91,6 +91,15 @@ class StreamLayout:
         """Size of the private buffer of the tail block; each layer starts on a 64-byte boundary."""
         return self._tail_offsets[-1] if self.tail_tokens else 0
 
+    def tail_layer(self, layer: int) -> LayerSpec:
+        """What the rows of the tail block are for a codec; as a slice they are padded to 64 bytes."""
+        spec, found = self.spec.layers[layer], []
+        for tensor in spec.tensors:
+            rows = self.spec.layout == "kvferry" and tensor.shape[:1] == (self.spec.block_tokens,)
+            shape = (self.tail_tokens, *tensor.shape[1:]) if rows else tensor.shape
+            found.append(TensorSpec(tensor.name, shape, tensor.dtype))
+        return LayerSpec(tuple(found))
+
     def tail_slice(self, layer: int) -> slice:
         """Where ``layer`` lies in the buffer of the tail block: its rows of each tensor, end to end."""
         start = self._tail_offsets[layer]

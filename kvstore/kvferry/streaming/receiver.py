@@ -21,6 +21,9 @@ from kvferry.core.errors import (
     TransferTimeoutError,
     error_from_code,
 )
+from kvferry.streaming.arrivals import Arrivals, LayerMessage
+from kvferry.streaming.codec import StreamCodec
+from kvferry.streaming.decoding import SliceDecoder
 from kvferry.streaming.layout import MAX_NAME, StreamLayout, checked_keys, clean_error, describe_mismatch
 from kvferry.streaming.segments import SegmentGrant, writers_word
 from kvferry.streaming.slots import BlockSlots
@@ -28,11 +31,13 @@ from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import (
     AbortStream,
     BeginStream,
+    EncodedAck,
     Failure,
     FinishStream,
     Handoff,
     LayerAck,
     LayerPlaced,
+    PutEncoded,
     PutLayer,
     StreamDone,
     StreamReady,
@@ -41,8 +46,7 @@ from kvferry.wire.messages import (
 __all__ = ["LayerReceiver"]
 
 _log = logging.getLogger(__name__)
-_CLOSE_TIMEOUT_S = 5.0
-_ANSWER_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = _ANSWER_TIMEOUT_S = 5.0
 _LOOK_S = 0.05
 
 
@@ -65,6 +69,7 @@ class LayerReceiver:
         ring: Layer frames that the sender may have under way unacknowledged.
         reserve_timeout_s: How long to wait for room in the store.
         grant: Lets a sender on the same machine write into the slots itself, if it can.
+        codec: Whether lossy codecs are accepted; by default only lossless ones.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class LayerReceiver:
         ring: int = 8,
         reserve_timeout_s: float = 5.0,
         grant: SegmentGrant | None = None,
+        codec: StreamCodec | None = None,
     ) -> None:
         self._channel = channel
         self._namespace = namespace
@@ -83,6 +89,9 @@ class LayerReceiver:
         self._ring = ring
         self._reserve_timeout_s = reserve_timeout_s
         self._grant = grant
+        self._codec = codec or StreamCodec()
+        self._decoder: SliceDecoder | None = None
+        self._decoding = contextlib.ExitStack()
         self._placed: frozenset[int] = frozenset()  # blocks whose slots the sender may write
         self._writing = contextlib.ExitStack()
         self._writer = -1
@@ -90,13 +99,13 @@ class LayerReceiver:
         self._cond = threading.Condition()
         self._slots: BlockSlots | None = None
         self._tail = memoryview(b"")
-        self._left: list[set[int]] = []  # by layer: blocks that have not arrived
+        self._arrivals = Arrivals(self._layout, (), str(self))
+        self._opened = False
         self._handoff: Handoff | None = None
         self._error: Exception | None = None
         self._deadline = 0.0
         self._running = False
         self._closed = False
-        self._kv_nbytes = 0
         self._wire_s = 0.0
         self._started_at = 0.0
         self._complete_at = 0.0
@@ -116,10 +125,7 @@ class LayerReceiver:
 
     @property
     def error(self) -> Exception | None:
-        """What ended the stream early, or ``None``.
-
-        Tells who polls :meth:`wait_layer` with short deadlines a late layer from a stream that timed out.
-        """
+        """What ended the stream early, or ``None``; tells a late layer from a stream that timed out."""
         return self._error
 
     @property
@@ -134,15 +140,14 @@ class LayerReceiver:
 
     @property
     def kv_nbytes(self) -> int:
-        """Payload bytes received."""
-        return self._kv_nbytes
+        """Bytes of KV received, decoded."""
+        return self._arrivals.kv_nbytes
 
     @property
     def wire_s(self) -> float:
         """Busy time on the wire, in sum over the frames, as the slower of both ends saw it.
 
-        Here a frame takes from its first byte until its payload is in place; at the sender it takes as
-        long as sending it, its pacing included.
+        Here a frame takes from its first byte until it is received; at the sender as long as sending it.
         """
         return self._wire_s
 
@@ -170,6 +175,7 @@ class LayerReceiver:
                 raise SpecMismatchError(
                     f"{self} refused: {describe_mismatch(begin.spec, spec, begin.scope, scope)}"
                 )
+            self._codec.check(begin.codecs, f"{self} refused")
             keys = checked_keys(begin, str(self))
             self._deadline = deadline_in(begin.timeout_s)
             self._layout = StreamLayout(spec, len(keys), begin.tail_tokens)
@@ -183,7 +189,8 @@ class LayerReceiver:
             self._tail = page_aligned(self._layout.tail_buffer_nbytes)
             expected = slots.missing | ({len(keys)} if begin.tail_tokens else set())
             with self._cond:
-                self._left = [set(expected) for _ in range(self._layout.layers)]
+                self._arrivals = Arrivals(self._layout, expected, str(self))
+                self._opened = True
             if not expected:
                 self._complete_at = time.monotonic()
             if grant is not None:
@@ -227,7 +234,8 @@ class LayerReceiver:
                 self._running = True
             if not self._placed:
                 self._writing.enter_context(slots.writing())
-            handoff = self._receive_all(slots, deadline)
+            with self._decoding:
+                handoff = self._receive_all(slots, deadline)
             stored = slots.publish()
             with self._cond:
                 if self._error is not None:  # closed meanwhile
@@ -241,13 +249,13 @@ class LayerReceiver:
         while True:
             incoming = self._next(slots, deadline)
             message = incoming.message
-            if isinstance(message, (PutLayer, LayerPlaced)):
+            if isinstance(message, (PutLayer, LayerPlaced, PutEncoded)):
                 self._take_layer(slots, incoming, message, deadline)
                 continue
             incoming.discard(deadline)
             if isinstance(message, FinishStream):
                 self._end_writing(None)
-                self._check_complete()
+                self._arrivals.check_complete()
                 # A sender that paces is busy while nothing arrives; one that fills the kernel's buffers
                 # is done before we are.
                 longest = time.monotonic() - self._started_at
@@ -266,56 +274,57 @@ class LayerReceiver:
             until = earliest(deadline, slots.renew_at)
             # with slots that the sender writes, close() cannot cut the channel to wake this thread
             incoming = self._channel.receive_idle(
-                earliest(until, deadline_in(_LOOK_S)) if self._placed else until
+                earliest(until, deadline_in(_LOOK_S)) if self._placed or self._decoder else until
             )
             if self._placed and self._error is not None:
                 raise clean_error(self._error)
+            if self._decoder is not None:
+                self._decoder.check()
             if incoming is not None:
                 return incoming
             if is_past(deadline):
-                raise TransferTimeoutError(f"{self}: {self._progress()} at the deadline")
-
-    def _progress(self) -> str:
-        complete = sum(not left for left in self._left)
-        return f"{complete} of {len(self._left)} layers complete, {self._kv_nbytes} bytes received"
+                raise TransferTimeoutError(f"{self}: {self._arrivals.progress()} at the deadline")
 
     def _take_layer(
-        self, slots: BlockSlots, incoming: Incoming, message: PutLayer | LayerPlaced, deadline: float
+        self, slots: BlockSlots, incoming: Incoming, message: LayerMessage, deadline: float
     ) -> None:
         try:
-            nbytes = self._check_layer(message)
+            nbytes = self._arrivals.check(message)
+            if isinstance(message, PutEncoded):
+                self._take_encoded(slots, incoming, deadline)
+                return
             views = self._views(slots, incoming, message, nbytes)
         except ProtocolError:
             incoming.discard(deadline)  # so that the peer can still be told
             raise
         if views:
             incoming.read_into(views, deadline)
-        now = time.monotonic()
-        with self._cond:
-            self._kv_nbytes += nbytes
-            self._wire_s += now - incoming.started_at
-            left = self._left[message.layer]
-            left.difference_update(message.blocks)
-            if not left:
-                if not any(self._left):
-                    self._complete_at = now
-                self._cond.notify_all()
+        self._wire_s += time.monotonic() - incoming.started_at
+        self._arrived(message, nbytes)
         self._channel.send(LayerAck(), deadline=deadline)
 
-    def _check_layer(self, message: PutLayer | LayerPlaced) -> int:
-        """Bytes of KV that a message brings."""
-        layer, layout = message.layer, self._layout
-        if not 0 <= layer < layout.layers:
-            raise ProtocolError(f"{self}: layer {layer} is outside 0..{layout.layers - 1}", remote=True)
-        left = self._left[layer]
-        wrong = [b for b in message.blocks if b not in left]
-        if wrong or len(set(message.blocks)) != len(message.blocks):
-            raise ProtocolError(
-                f"{self}: layer {layer} came for blocks {wrong[:8] or list(message.blocks[:8])} that were "
-                "not asked for, or came before",
-                remote=True,
-            )
-        return sum(layout.payload_nbytes(layer, b) for b in message.blocks)
+    def _take_encoded(self, slots: BlockSlots, incoming: Incoming, deadline: float) -> None:
+        """Receive a frame of a codec; its layers are in place, and acknowledged, once it is decoded."""
+        if not self._begin.codecs:
+            raise ProtocolError(f"{self}: a layer is encoded, which was not agreed", remote=True)
+        if self._decoder is None:
+            self._decoder = SliceDecoder(self._codec, self._layout, self._ring, self._decoded, str(self))
+            self._decoding.callback(self._decoder.close)
+        self._decoder.take(incoming, slots, self._tail, deadline)
+        self._wire_s += time.monotonic() - incoming.started_at
+
+    def _decoded(self, message: PutEncoded, seconds: float) -> None:
+        """In the decoder's thread: the slices of a frame are in place."""
+        self._arrived(message, self._arrivals.nbytes(message))
+        self._channel.send(EncodedAck(decode_s=seconds), deadline=self._deadline)
+
+    def _arrived(self, message: LayerMessage, nbytes: int) -> None:
+        now = time.monotonic()
+        with self._cond:
+            if self._arrivals.add(message, nbytes):
+                if self._arrivals.complete:
+                    self._complete_at = now
+                self._cond.notify_all()
 
     def _views(
         self, slots: BlockSlots, incoming: Incoming, message: PutLayer | LayerPlaced, nbytes: int
@@ -339,19 +348,10 @@ class LayerReceiver:
             for b in message.blocks
         ]
 
-    def _check_complete(self) -> None:
-        gaps = [(layer, min(left)) for layer, left in enumerate(self._left) if left]
-        if gaps:
-            raise ProtocolError(
-                f"{self}: the sender finished with {self._progress()}; first gap: block {gaps[0][1]} of "
-                f"layer {gaps[0][0]}",
-                remote=True,
-            )
-
     def _answer(self, stored: int, deadline: float) -> None:
         done = StreamDone(
             stored_blocks=stored,
-            kv_nbytes=self._kv_nbytes,
+            kv_nbytes=self._arrivals.kv_nbytes,
             wire_s=self._wire_s,
             complete_at=self._complete_at,
         )
@@ -372,7 +372,7 @@ class LayerReceiver:
         """
         if not 0 <= layer < self._layout.layers:
             raise IndexError(f"layer {layer} is outside 0..{self._layout.layers - 1}")
-        self._wait(lambda: bool(self._left) and not self._left[layer], f"layer {layer}", deadline)
+        self._wait(lambda: self._opened and self._arrivals.has_layer(layer), f"layer {layer}", deadline)
 
     def wait(self, deadline: float) -> Handoff:
         """Wait until everything is received and published.
@@ -392,7 +392,9 @@ class LayerReceiver:
             self._cond.wait_for(lambda: self._error is not None or arrived(), time_left(deadline))
             error = self._error
             if error is None and not arrived():
-                error = TransferTimeoutError(f"{self}: {what} did not arrive in time; {self._progress()}")
+                error = TransferTimeoutError(
+                    f"{self}: {what} did not arrive in time; {self._arrivals.progress()}"
+                )
         if error is not None:
             raise clean_error(error)
 
@@ -416,7 +418,7 @@ class LayerReceiver:
                     f"layer {layer} of block {block} is outside a stream of {self._layout.layers} layers and "
                     f"{self._layout.blocks} blocks"
                 )
-            if block in self._left[layer]:
+            if not self._arrivals.has(layer, block):
                 raise ProtocolError(f"{self}: layer {layer} of block {block} is not in place yet; wait_layer")
             if self._layout.is_tail(block):
                 return self._tail[self._layout.tail_slice(layer)].toreadonly()

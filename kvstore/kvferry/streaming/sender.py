@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.buffers import Buf
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import (
     ConfigError,
@@ -23,17 +23,22 @@ from kvferry.core.errors import (
 )
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.streaming.codec import LinkCodec
+from kvferry.streaming.cutting import PartCutter
 from kvferry.streaming.delivery import Delivery, FrameDelivery, LayerPart, SegmentDelivery
+from kvferry.streaming.encoding import PartEncoder
 from kvferry.streaming.layout import StreamLayout, clean_error
 from kvferry.wire import Channel, SharedArena
 from kvferry.wire.messages import (
     AbortStream,
     ArenaSegments,
     BeginStream,
+    EncodedAck,
     Failure,
     FinishStream,
     Handoff,
     LayerAck,
+    Message,
     StreamDone,
     StreamReady,
     StreamSlots,
@@ -43,7 +48,6 @@ __all__ = ["LayerSender"]
 
 _log = logging.getLogger(__name__)
 _ABORT_TIMEOUT_S = 1.0
-_PADDING = bytes(64)
 
 
 class LayerSender:
@@ -70,6 +74,8 @@ class LayerSender:
             shows that it goes on, and renews its leases, once a frame.
         arena: The receiver's arena, as far as it is mapped here; with it, KV is written straight into the
             receiver's slots where it grants them (both ends name :data:`STREAM_CAPABILITIES`).
+        codec: How layers are encoded on this link, as far as the receiver can decode it; what is written
+            into its slots is not.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class LayerSender:
         name: str = "",
         max_frame_nbytes: int = 32 << 20,
         arena: SharedArena | None = None,
+        codec: LinkCodec | None = None,
     ) -> None:
         self._channel = channel
         self._spec = spec
@@ -93,9 +100,11 @@ class LayerSender:
         self._by_frame: Delivery = FrameDelivery(channel)
         self._granted: StreamSlots | None = None
         self._by_segment: Delivery | None = None
+        self._codec = codec
+        self._encoder: PartEncoder | None = None
         self._layout = StreamLayout(spec, 0, 0)
         self._wanted: frozenset[int] = frozenset()
-        self._unsent: list[set[int]] = []  # by layer: blocks that put_layer was not called for yet
+        self._cutter = PartCutter(self._layout, self._wanted, self._delivery, max_frame_nbytes, str(self))
         self._ring = 0
         self._under_way = 0
         self._deadline = 0.0
@@ -167,9 +176,10 @@ class LayerSender:
             tail_tokens=tail_tokens,
             scope=self._scope,
             timeout_s=time_left(deadline),
+            codecs=self._codec.agree(self._channel.peer.capabilities, self._spec) if self._codec else (),
         )
         try:
-            missing = self._accepted(self._open(opening, deadline))
+            missing = self._accepted(self._open(opening, deadline), opening.codecs)
         except KVFerryError as exc:
             self._fail(exc)
             self._end_channel()
@@ -199,7 +209,7 @@ class LayerSender:
             else:
                 raise ProtocolError(f"{self}: the receiver answered with {message!r}", remote=True)
 
-    def _accepted(self, ready: StreamReady) -> frozenset[int]:
+    def _accepted(self, ready: StreamReady, codecs: Sequence[str]) -> frozenset[int]:
         missing = frozenset(ready.missing)
         wrong = [b for b in missing if not 0 <= b < self._layout.full_blocks]
         if wrong or ready.ring < 1:
@@ -208,19 +218,29 @@ class LayerSender:
                 f"and grants a ring of {ready.ring}; it must name blocks of this stream and grant at least 1"
             )
         self._wanted = missing | ({self._layout.full_blocks} if self._layout.tail_tokens else set())
-        self._unsent = [set(self._wanted) for _ in range(self._layout.layers)]
+        self._cutter = PartCutter(
+            self._layout, self._wanted, self._delivery, self._max_frame_nbytes, str(self)
+        )
         self._ring = ready.ring
         if self._arena is not None and self._arena.epoch and self._granted is not None:
             self._by_segment = SegmentDelivery(
                 self._channel, self._arena.map, self._granted, self._spec, missing
             )
+        elif self._codec is not None and codecs:
+            self._encoder = PartEncoder(
+                self._codec, self._layout, self._channel, self._cond,
+                forward=self._queue.append, failed=self._fail_and_cut,
+            )  # fmt: skip
         return missing
 
     def _start_threads(self) -> None:
         with self._cond:
             if self._error is not None:  # aborted meanwhile
                 return
-            for kind, target in (("send", self._send_loop), ("acks", self._ack_loop)):
+            targets = [("send", self._send_loop), ("acks", self._ack_loop)]
+            if self._encoder is not None:
+                targets.append(("encode", self._encoder.run))
+            for kind, target in targets:
                 thread = threading.Thread(
                     target=target, name=f"kvferry-stream-{kind}-{self._name}", daemon=True
                 )
@@ -251,57 +271,20 @@ class LayerSender:
             raise ProtocolError(f"{self}: put_layer before begin")
         if self._error is not None:
             return
-        if not 0 <= layer < self._layout.layers:
-            raise ConfigError(f"{self}: layer {layer} is outside 0..{self._layout.layers - 1}")
-        frames = self._frames(layer, blocks)
+        frames = self._cutter.cut(layer, blocks)
         with self._cond:
             if self._handoff is not None:
                 raise ProtocolError(f"{self}: put_layer({layer}) after finish")
             if self._error is None:
-                self._queue.extend(frames)
+                if self._encoder is None:
+                    self._queue.extend(frames)
+                else:
+                    self._encoder.put(frames)
                 self._cond.notify_all()
-
-    def _frames(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> list[LayerPart]:
-        unsent = self._unsent[layer]
-        frames: list[LayerPart] = []
-        nbytes = 0
-        for block, tensors in blocks:
-            if not 0 <= block < self._layout.blocks:
-                raise ConfigError(
-                    f"{self}: block {block} of layer {layer} is outside 0..{self._layout.blocks - 1}"
-                )
-            if block not in unsent:
-                if block in self._wanted:
-                    raise ProtocolError(f"{self}: block {block} of layer {layer} was put twice")
-                continue
-            views = self._views(layer, block, tensors)
-            size = self._layout.payload_nbytes(layer, block)
-            delivery = self._delivery(block)
-            if not frames or frames[-1].delivery is not delivery or nbytes + size > self._max_frame_nbytes:
-                frames.append(LayerPart(delivery, layer, (), []))
-                nbytes = 0
-            frames[-1].blocks += (block,)
-            frames[-1].parts.extend(views)
-            nbytes += size
-            unsent.discard(block)
-        return frames
 
     def _delivery(self, block: int) -> Delivery:
         placed = self._by_segment
         return placed if placed is not None and placed.takes(block) else self._by_frame
-
-    def _views(self, layer: int, block: int, tensors: Sequence[Buf]) -> list[memoryview]:
-        views = [as_bytes_view(t) for t in tensors]
-        expected = self._layout.tensor_nbytes(layer, block)
-        if len(views) != len(expected) or any(len(v) != n for v, n in zip(views, expected, strict=True)):
-            raise ConfigError(
-                f"{self}: layer {layer} of block {block} has tensors of {[len(v) for v in views]} bytes, "
-                f"the spec says {list(expected)}"
-            )
-        pad = self._layout.pad_nbytes(layer, block)
-        if pad:
-            views.append(memoryview(_PADDING)[:pad])
-        return views
 
     # ---- the background threads -----------------------------------------------------------------
 
@@ -327,8 +310,13 @@ class LayerSender:
             while self._error is None:
                 if self._queue and self._under_way < self._ring:
                     self._under_way += 1
+                    if self._encoder is not None:
+                        self._encoder.sending(self._queue[0])
                     return self._queue.popleft()
-                if self._handoff is not None and not self._queue and not self._under_way:
+                encoding = self._encoder is not None and self._encoder.pending
+                if self._handoff is not None and not (self._queue or self._under_way or encoding):
+                    if self._encoder is not None:
+                        self._encoder.stop()
                     return None
                 if not self._cond.wait(time_left(self._deadline)) and time_left(self._deadline) == 0:
                     raise TransferTimeoutError(
@@ -389,8 +377,7 @@ class LayerSender:
         if isinstance(message, Failure):
             raise error_from_code(message.code, f"{self}: the receiver failed: {message.message}")
         with self._cond:
-            if isinstance(message, LayerAck) and 1 <= message.count <= self._under_way:
-                self._under_way -= message.count
+            if self._acknowledged(message):
                 self._cond.notify_all()
                 return True
             if isinstance(message, StreamDone) and self._handoff is not None and not self._under_way:
@@ -402,12 +389,30 @@ class LayerSender:
             f"{self}: the receiver sent {message!r} with {under_way} frames unacknowledged", remote=True
         )
 
+    def _acknowledged(self, message: Message) -> bool:
+        """Count an acknowledgement, with the condition held; whether it is one, of what is under way."""
+        if not isinstance(message, (LayerAck, EncodedAck)):
+            return False
+        count = message.count if isinstance(message, LayerAck) else 1
+        if not 1 <= count <= self._under_way:
+            return False
+        self._under_way -= count
+        if self._encoder is None:
+            return isinstance(message, LayerAck)
+        return all(self._encoder.acknowledged(message) for _ in range(count))
+
+    def _fail_and_cut(self, error: BaseException) -> None:
+        self._fail(error)
+        self._channel.abort()
+
     def _fail(self, error: BaseException) -> None:
         """Keep the first error, drop what is queued, wake everybody."""
         with self._cond:
             if self._error is None and self._done is None:
                 self._error = clean_error(error)
             self._queue.clear()
+            if self._encoder is not None:
+                self._encoder.stop()
             self._cond.notify_all()
 
     # ---- ending ---------------------------------------------------------------------------------
@@ -431,7 +436,7 @@ class LayerSender:
         """
         if not self._threads and self._error is None:
             raise ProtocolError(f"{self}: finish before begin")
-        gaps = [(layer, min(left)) for layer, left in enumerate(self._unsent) if left]
+        gaps = self._cutter.gaps()
         if gaps and self._error is None:
             self.abort("the sender has not put every layer")
             raise ProtocolError(

@@ -48,6 +48,7 @@ class PromptKV:
         prompt_tokens: Length of the prompt; what is beyond the last full block is the tail.
         seed: Of the tokens and the bytes.
         scope: Adapter and salt of the keys.
+        normal: Normally distributed bfloat16, which codecs make smaller, rather than any bytes.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PromptKV:
         *,
         seed: int = 0,
         scope: KeyScope = KeyScope(),  # noqa: B008 - frozen
+        normal: bool = False,
     ) -> None:
         self.spec = spec
         self.scope = scope
@@ -66,7 +68,7 @@ class PromptKV:
         self.tail_tokens = prompt_tokens % spec.block_tokens
         self._tensors: list[list[tuple[ByteArray, ...]]] = [
             [
-                tuple(rng.integers(0, 256, n, dtype=np.uint8) for n in self._sizes(layer, block))
+                tuple(_values(rng, n, normal=normal) for n in self._sizes(layer, block))
                 for block in range(self.blocks)
             ]
             for layer in range(len(spec.layers))
@@ -106,3 +108,10 @@ class PromptKV:
     def block_bytes(self, block: int) -> bytes:
         """A whole full block."""
         return b"".join(self.layer_bytes(layer, block) for layer in range(len(self.spec.layers)))
+
+
+def _values(rng: np.random.Generator, nbytes: int, *, normal: bool) -> ByteArray:
+    if not normal:
+        return rng.integers(0, 256, nbytes, dtype=np.uint8)
+    bits = rng.standard_normal(nbytes // 2, dtype=np.float32).view(np.uint32) >> 16
+    return bits.astype("<u2").view(np.uint8)

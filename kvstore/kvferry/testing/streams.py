@@ -10,7 +10,14 @@ from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import ConnectionClosedError, KVFerryError, ProtocolError, TransferTimeoutError
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope, KVSpec
-from kvferry.streaming import STREAM_CAPABILITIES, LayerReceiver, SegmentGrant, WriterWatch
+from kvferry.streaming import (
+    STREAM_CAPABILITIES,
+    LayerReceiver,
+    SegmentGrant,
+    StreamCodec,
+    WriterWatch,
+    codec_capabilities,
+)
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire.messages import BeginStream
 
@@ -28,6 +35,7 @@ class DecodeEnd:
         ring: Frames that a sender may have under way.
         timeout_s: How long a stream may take.
         checksum: Whether this end asks for checksums.
+        codec: Which codecs are accepted; with none, this end decodes none.
         segments: Whether senders on this machine may write into the slots; takes a store in memory.
     """
 
@@ -42,7 +50,9 @@ class DecodeEnd:
         timeout_s: float = 30.0,
         checksum: bool = True,
         segments: bool = False,
+        codec: StreamCodec | None = None,
     ) -> None:
+        self._codec = codec
         self._arena = store.arena if segments and isinstance(store, MemoryStore) else None
         self.watch = WriterWatch()
         self.namespace = store.namespace(spec, scope)
@@ -99,7 +109,9 @@ class DecodeEnd:
             return self._errors.pop(0)
 
     def _options(self, role: str) -> ChannelOptions:
-        capabilities = STREAM_CAPABILITIES if self._arena is not None else ()
+        capabilities: tuple[str, ...] = STREAM_CAPABILITIES if self._arena is not None else ()
+        if self._codec is not None:
+            capabilities += codec_capabilities()
         return ChannelOptions(
             role=role, session=f"{role}-end", checksum=self._checksum, capabilities=capabilities
         )
@@ -114,7 +126,9 @@ class DecodeEnd:
                 return  # between two streams: the sender has no more
             if not isinstance(message, BeginStream):
                 raise ProtocolError(f"{type(message).__name__} where a stream should begin", remote=True)
-            receiver = LayerReceiver(channel, self.namespace, message, ring=self._ring, grant=grant)
+            receiver = LayerReceiver(
+                channel, self.namespace, message, ring=self._ring, grant=grant, codec=self._codec
+            )
             try:
                 receiver.start()
                 self._receivers.put(receiver)

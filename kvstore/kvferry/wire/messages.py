@@ -13,6 +13,7 @@ import msgspec
 from kvferry.core.errors import ConfigError, KVFerryError
 from kvferry.core.keys import KEY_NBYTES
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.wire.spec_check import check_spec
 
 __all__ = [
     "AbortStream",
@@ -22,6 +23,7 @@ __all__ = [
     "Cancel",
     "Describe",
     "Description",
+    "EncodedAck",
     "Failure",
     "FinishStream",
     "Finished",
@@ -37,6 +39,7 @@ __all__ = [
     "Pong",
     "Prefill",
     "PrefillDone",
+    "PutEncoded",
     "PutLayer",
     "RngState",
     "SamplingParams",
@@ -60,24 +63,6 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """A time left may be negative: it is over."""
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """A reading of a monotonic clock."""
-
-_MAX_DIMENSIONS = 16
-_MAX_SIZE = 2**40
-
-
-def _check_spec(spec: KVSpec) -> None:
-    """Refuse a spec whose sizes no machine has, before anything is computed from them."""
-    for layer in spec.layers:
-        for tensor in layer.tensors:
-            if len(tensor.shape) > _MAX_DIMENSIONS or any(n > _MAX_SIZE for n in tensor.shape):
-                raise ConfigError(
-                    f"tensor {tensor.name!r} of {len(tensor.shape)} dimensions, largest "
-                    f"{max(tensor.shape)}: at most {_MAX_DIMENSIONS} of up to {_MAX_SIZE} are possible"
-                )
-    try:
-        spec.fingerprint()
-    except OverflowError as error:
-        raise ConfigError(f"spec of {spec.model!r} has a number over 64 bits: {error}") from error
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t"):
@@ -191,7 +176,8 @@ class BeginStream(Message, frozen=True, tag="begin_stream"):
     """Opens a stream of KV: the whole spec, the keys of the full blocks (32 bytes each), the tail.
 
     Blocks of a stream are numbered along the chain; block ``len(keys) / 32`` is the partial tail
-    block of ``tail_tokens`` tokens, if there are any.
+    block of ``tail_tokens`` tokens, if there are any. ``codecs`` are the pipelines, in their text form, by
+    which slices may be encoded (:class:`PutEncoded`), if any.
     """
 
     stream: str
@@ -200,9 +186,10 @@ class BeginStream(Message, frozen=True, tag="begin_stream"):
     tail_tokens: Count
     scope: KeyScope = KeyScope()
     timeout_s: Seconds = 60.0
+    codecs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_spec(self.spec)
+        check_spec(self.spec)
         if len(self.keys) % KEY_NBYTES:
             raise ConfigError(f"keys of {len(self.keys)} bytes, each has {KEY_NBYTES}")
         if not 0 <= self.tail_tokens < self.spec.block_tokens:
@@ -284,6 +271,22 @@ class LayerPlaced(Message, frozen=True, tag="layer_placed"):
     blocks: tuple[Count, ...]
 
 
+class PutEncoded(Message, frozen=True, tag="put_encoded"):
+    """Payload: one frame of a codec pipeline that holds the layer slices of ``blocks``, in order.
+
+    The tail block goes alone, as a slice of its ``tail_tokens`` rows of each tensor, padded to 64 bytes.
+    """
+
+    layer: Count
+    blocks: tuple[Count, ...]
+
+
+class EncodedAck(Message, frozen=True, tag="encoded_ack"):
+    """A :class:`PutEncoded` was decoded into its slots, which took ``decode_s``; in the order of sending."""
+
+    decode_s: Seconds = 0.0
+
+
 # ---- engine: gateway and workers -------------------------------------------------------------
 
 
@@ -307,7 +310,7 @@ class Description(Message, frozen=True, tag="description"):
     max_prompt_tokens: Count = 0
 
     def __post_init__(self) -> None:
-        _check_spec(self.spec)
+        check_spec(self.spec)
 
 
 class Prefill(Message, frozen=True, tag="prefill"):
@@ -405,6 +408,7 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     have brought ``streams_nbytes`` so far. A worker that dials or listens on ``auto`` addresses also sends
     ``choices``, what was chosen for each of them and why, and ``connections``, how many peers are connected
     to its ports by transport.
+    ``stream_codec`` says how streams are encoded, and why.
     """
 
     role: str
@@ -423,6 +427,7 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     streams_nbytes: Count = 0
     choices: dict[str, str] = {}
     connections: dict[str, Count] = {}
+    stream_codec: str = ""
 
 
 # ---- shared memory ---------------------------------------------------------------------------
@@ -476,6 +481,8 @@ AnyMessage: TypeAlias = (
     | AbortStream
     | StreamSlots
     | LayerPlaced
+    | PutEncoded
+    | EncodedAck
     | Describe
     | Description
     | Prefill

@@ -81,6 +81,8 @@ TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
         m.AbortStream: 22,
         m.StreamSlots: 23,
         m.LayerPlaced: 24,
+        m.PutEncoded: 25,
+        m.EncodedAck: 26,
         m.Describe: 32,
         m.Description: 33,
         m.Prefill: 34,
@@ -99,7 +101,7 @@ TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
 _TYPES: Final[Mapping[int, type[Message]]] = {number: cls for cls, number in TYPE_NUMBERS.items()}
 _NAMES: Final[Mapping[type[Message], str]] = {cls: str(cls.__struct_config__.tag) for cls in TYPE_NUMBERS}
 
-PAYLOAD_TYPES: Final[frozenset[type[Message]]] = frozenset({m.PutLayer, m.Prefill})
+PAYLOAD_TYPES: Final[frozenset[type[Message]]] = frozenset({m.PutLayer, m.PutEncoded, m.Prefill})
 """Messages whose frame may have a payload; in any other frame one is refused unread."""
 DESCRIPTOR_TYPES: Final[frozenset[type[Message]]] = frozenset({m.ArenaSegments})
 """Messages behind whose frame descriptors may come, where the connection can pass them. Servers send them."""

@@ -16,6 +16,7 @@ from kvferry.core.clock import time_left
 from kvferry.core.errors import CapacityError, KVFerryError, ProtocolError, RequestCancelledError
 from kvferry.core.memory import MemoryStore
 from kvferry.streaming import LayerReceiver, LayerSender, delivery
+from kvferry.streaming.arrivals import Arrivals
 from kvferry.testing.prompt_kv import PromptKV, kv_spec
 from kvferry.testing.streams import DecodeEnd
 from kvferry.wire import Channel, ChannelOptions, SharedArena
@@ -232,10 +233,10 @@ def test_slots_wait_for_the_senders_word_when_the_receiver_gives_up(
 def test_the_senders_word_comes_whatever_ended_the_stream(
     channel: Channel, end: DecodeEnd, store: MemoryStore, kv: PromptKV, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: LayerReceiver, message: object) -> int:
+    def refuse(self: Arrivals, message: object) -> int:
         raise CapacityError("no room after all")
 
-    monkeypatch.setattr(LayerReceiver, "_check_layer", refuse)
+    monkeypatch.setattr(Arrivals, "check", refuse)
     sender = begin(channel, kv, SharedArena())
     sender.put_layer(0, kv.put(0))
     assert isinstance(end.error(deadline_in(10)), CapacityError)
@@ -270,7 +271,7 @@ def test_a_copy_that_outlives_the_patience_of_the_receiver_keeps_the_slots(
 def test_a_sender_that_never_wrote_gives_its_word_too(
     channel: Channel, end: DecodeEnd, store: MemoryStore, kv: PromptKV, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: LayerSender, ready: StreamReady) -> frozenset[int]:
+    def fail(self: LayerSender, ready: StreamReady, codecs: object) -> frozenset[int]:
         raise ProtocolError("that makes no sense")
 
     monkeypatch.setattr(LayerSender, "_accepted", fail)

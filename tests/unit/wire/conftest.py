@@ -103,7 +103,13 @@ def _examples() -> list[Example]:
         Example(
             "begin_stream",
             m.BeginStream(
-                stream="st", spec=spec, keys=bytes(range(64)), tail_tokens=3, scope=scope, timeout_s=5.0
+                stream="st",
+                spec=spec,
+                keys=bytes(range(64)),
+                tail_tokens=3,
+                scope=scope,
+                timeout_s=5.0,
+                codecs=("ebp",),
             ),
         ),
         Example("stream_ready", m.StreamReady(missing=(0, 1, 300), ring=4)),
@@ -175,6 +181,8 @@ def _examples() -> list[Example]:
             ),
         ),
         Example("layer_placed", m.LayerPlaced(layer=1, blocks=(0, 3))),
+        Example("put_encoded", m.PutEncoded(layer=1, blocks=(0, 3)), bytes(range(100))),
+        Example("encoded_ack", m.EncodedAck(decode_s=0.25)),
         Example("attach_arena", m.AttachArena(epoch="e1", known=2), b"", 5),
         Example(
             "arena_segments",

@@ -25,13 +25,21 @@ from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
 from kvferry.store import open_store
-from kvferry.streaming import STREAM_CAPABILITIES
+from kvferry.streaming import STREAM_CAPABILITIES, StreamCodec, codec_capabilities
 from kvferry.transports import recent_choices
 from kvferry.transports import registry as transports
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
 
-__all__ = ["SEND_TIMEOUT_S", "Engine", "channel_options", "check_lengths", "listen", "load_engine"]
+__all__ = [
+    "SEND_TIMEOUT_S",
+    "Engine",
+    "channel_options",
+    "check_lengths",
+    "listen",
+    "load_engine",
+    "stream_codec",
+]
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +90,7 @@ class Engine:
         streams: int = 0,
         streams_nbytes: int = 0,
         servers: tuple[ChannelServer, ...] = (),
+        stream_codec: str = "",
     ) -> StatusReport:
         """How this worker stands."""
         stats = self.store.stats()
@@ -104,6 +113,7 @@ class Engine:
             streams_nbytes=streams_nbytes,
             choices=choices,
             connections=dict(connections) if choices else {},
+            stream_codec=stream_codec,
         )
 
     def use_threads(self) -> None:
@@ -197,8 +207,23 @@ def channel_options(config: Config, role: str) -> ChannelOptions:
         hello_timeout_s=wire.hello_timeout,
         max_meta_nbytes=wire.max_meta,
         max_payload_nbytes=wire.max_payload,
-        capabilities=STREAM_CAPABILITIES,
+        capabilities=STREAM_CAPABILITIES + codec_capabilities(),
     )
+
+
+def stream_codec(config: Config) -> StreamCodec:
+    """The codec of this worker's streams; what is lossy is said in one line.
+
+    Raises:
+        ConfigError: If ``stream.codec`` is none.
+    """
+    try:
+        codec = StreamCodec(config.stream.codec, allow_lossy=config.stream.allow_lossy)
+    except ConfigError as error:
+        raise ConfigError(f"stream.codec is {config.stream.codec!r}: {error}") from error
+    if line := codec.lossy_line():
+        log.warning("%s", line)
+    return codec
 
 
 def listen(

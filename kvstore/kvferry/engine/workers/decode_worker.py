@@ -35,6 +35,7 @@ from kvferry.engine.workers.common import (
     answer,
     check_lengths,
     listen,
+    stream_codec,
 )
 from kvferry.engine.workers.requests import POLL_S, CancelWatch, serve_requests
 from kvferry.engine.workers.scheduler import DecodeScheduler, End, Generation
@@ -83,7 +84,8 @@ class DecodeWorker:
             max_waiting=config.decode.max_queue,
             what="decode worker",
         )
-        self._streams = StreamTable(engine.store, engine.spec, ring=config.stream.ring)
+        self._codec = stream_codec(config)
+        self._streams = StreamTable(engine.store, engine.spec, ring=config.stream.ring, codec=self._codec)
         self._scheduler = DecodeScheduler(engine)
         self._kv_server = listen(
             _kv_url(config), "--kv-listen (decode.kv_listen)", config, _ROLE, self._serve_kv, name="decode-kv"
@@ -150,6 +152,7 @@ class DecodeWorker:
             streams_nbytes=self._streams.received_nbytes(),
             draining=self._draining,
             servers=(self._server, self._kv_server),
+            stream_codec=self._codec.describe(),
         )
         answer(channel, incoming, report)
 

@@ -36,6 +36,7 @@ from kvferry.engine.workers.common import (
     channel_options,
     check_lengths,
     listen,
+    stream_codec,
 )
 from kvferry.engine.workers.prefill_thread import PrefillJob, PrefillThread
 from kvferry.engine.workers.requests import POLL_S, CancelWatch, serve_requests
@@ -71,6 +72,7 @@ class PrefillWorker:
                 f"model.block_tokens, which is {engine.kv.block_tokens}"
             )
         self._engine = engine
+        self._codec = stream_codec(config)
         self._draining = False
         self._admission = Admission(
             blocks=engine.kv.num_blocks,
@@ -127,6 +129,7 @@ class PrefillWorker:
             waiting=self._admission.waiting,
             draining=self._draining,
             servers=(self._server,),
+            stream_codec=self._codec.describe(),
         )
         answer(channel, incoming, report)
 
@@ -185,7 +188,10 @@ class PrefillWorker:
         connected_by = earliest(deadline, deadline_in(_CONNECT_TIMEOUT_S))
         with self._pools.channel(message.kv_address, connected_by) as kv_channel:
             arena = self._pools.arena(message.kv_address, kv_channel)
-            sender = LayerSender(kv_channel, engine.spec, message.scope, name=message.stream, arena=arena)
+            codec = self._codec.link(message.kv_address)
+            sender = LayerSender(
+                kv_channel, engine.spec, message.scope, name=message.stream, arena=arena, codec=codec
+            )
             with sender:
                 begin = partial(sender.begin, message.stream, keys, tail_tokens, deadline=deadline)
                 self._watched(watch, begin)

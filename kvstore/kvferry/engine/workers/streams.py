@@ -11,7 +11,7 @@ from kvferry.core.errors import KVFerryError, LeaseExpiredError, RequestCancelle
 from kvferry.core.keys import KEY_NBYTES
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope, KVSpec
-from kvferry.streaming import LayerReceiver, SegmentGrant, WriterWatch
+from kvferry.streaming import LayerReceiver, SegmentGrant, StreamCodec, WriterWatch
 from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import BeginStream
 
@@ -99,10 +99,13 @@ class ExpectedStream:
 class StreamTable:
     """All streams expected at one decode worker, by name. Thread safe."""
 
-    def __init__(self, store: BlockStore, spec: KVSpec, *, ring: int) -> None:
+    def __init__(
+        self, store: BlockStore, spec: KVSpec, *, ring: int, codec: StreamCodec | None = None
+    ) -> None:
         self._store = store
         self._spec = spec
         self._ring = ring
+        self._codec = codec
         self._lock = threading.Lock()
         self._expected: dict[str, ExpectedStream] = {}
         self._watch = WriterWatch()
@@ -161,7 +164,9 @@ class StreamTable:
         try:
             self._check(begin, expected)
             namespace = self._store.namespace(self._spec, expected.scope)
-            receiver = LayerReceiver(channel, namespace, begin, ring=self._ring, grant=grant)
+            receiver = LayerReceiver(
+                channel, namespace, begin, ring=self._ring, grant=grant, codec=self._codec
+            )
             expected.attach(receiver)
             receiver.start()
             receiver.run(earliest(expected.deadline, deadline_in(begin.timeout_s)))

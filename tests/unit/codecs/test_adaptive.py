@@ -1,0 +1,165 @@
+"""The choice of a pipeline, against a link and codecs that are computed: no clock runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import pytest
+
+from kvferry.codecs.adaptive import RAW, AdaptiveChoice
+
+PIECE = 1 << 20
+
+
+class Speed(NamedTuple):
+    """How much smaller, and GB/s of each end."""
+
+    ratio: float
+    encode: float
+    decode: float
+
+
+SPEEDS: dict[str, Speed] = {
+    "ebp(bits=4)": Speed(1.32, 3.0, 3.0),
+    "ebp": Speed(1.42, 2.0, 2.2),
+    "split": Speed(1.49, 1.1, 1.7),
+    "int8": Speed(1.94, 4.0, 4.5),
+}
+LOSSLESS = {name: speed for name, speed in SPEEDS.items() if name != "int8"}
+
+
+class Link:
+    """A link on which encoding, sending and decoding overlap; the clock moves with each piece.
+
+    Args:
+        rate: GB/s.
+        speeds: What each pipeline does.
+        slower: How much longer its stages take than is reported, as where cores are shared.
+        cores: Of the sender.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        speeds: Mapping[str, Speed] = SPEEDS,
+        slower: Mapping[str, float] | None = None,
+        cores: int = 2,
+    ) -> None:
+        self.rate, self.speeds, self.slower, self.cores = rate, speeds, slower or {}, cores
+        self.now = 0.0
+        self.choice = AdaptiveChoice(list(speeds), clock=lambda: self.now, cores=cores)
+        self._last = ""
+
+    def seconds(self, name: str) -> float:
+        """What a piece takes in truth."""
+        if name == RAW:
+            return PIECE / self.rate / 1e9
+        speed, slower = self.speeds[name], self.slower.get(name, 1.0)
+        sending, encode, decode = 1 / self.rate / speed.ratio, slower / speed.encode, slower / speed.decode
+        whole = max(encode + sending if self.cores < 2 else max(encode, sending), decode)
+        return whole * PIECE / 1e9
+
+    def best(self) -> str:
+        return min([RAW, *self.speeds], key=self.seconds)
+
+    def run(self, seconds: float) -> tuple[float, Counter[str]]:
+        """Send for some time; the mean seconds of a piece, and how often each pipeline was taken."""
+        start, names = self.now, Counter[str]()
+        while self.now - start < seconds:
+            name = self.choice.choose()
+            took = self.seconds(name)
+            self.now += took
+            names[name] += 1
+            if name != RAW:
+                speed = self.speeds[name]
+                self.choice.encoded(name, PIECE, int(PIECE / speed.ratio), PIECE / speed.encode / 1e9)
+                self.choice.decoded(name, PIECE, PIECE / speed.decode / 1e9)
+            if name == self._last:
+                self.choice.moved(name, PIECE, took)
+            self._last = name
+        return (self.now - start) / names.total(), names
+
+
+RATES = [0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("speeds", [SPEEDS, LOSSLESS], ids=["lossy", "lossless"])
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(
+    "slower",
+    [{}, {"ebp": 1.8, "split": 1.6, "ebp(bits=4)": 1.2, "int8": 1.5}],
+    ids=["ideal", "shared"],
+)
+def test_it_is_as_fast_as_the_best_and_never_slower_than_raw(
+    rate: float, speeds: Mapping[str, Speed], cores: int, slower: Mapping[str, float]
+) -> None:
+    link = Link(rate, speeds, slower, cores)
+    link.run(1.0)
+    piece, _ = link.run(2.0)
+    # on one core, what is not reported cannot be told from a slower link
+    assert piece <= (1.1 if slower and cores < 2 else 1.05) * link.seconds(link.best())
+    assert piece <= 1.02 * link.seconds(RAW)
+
+
+@pytest.mark.parametrize("slower", [{}, {"int8": 1.5, "ebp": 1.5}], ids=["ideal", "shared"])
+def test_a_change_of_the_link_is_followed_within_two_seconds(slower: Mapping[str, float]) -> None:
+    link = Link(4.0, slower=slower)
+    link.run(3.0)
+    for rate in (0.2, 4.0, 0.05, 1.0, 8.0, 0.05, 2.0):
+        link.rate = rate
+        link.run(2.0)
+        piece, names = link.run(1.0)
+        assert piece <= 1.06 * link.seconds(link.best()), (rate, names)
+
+
+def test_what_is_not_measured_is_tried_with_few_pieces() -> None:
+    link = Link(8.0)
+    _, names = link.run(3.0)
+    assert names[RAW] > 20_000
+    assert all(1 <= names[name] <= 3 for name in SPEEDS)
+
+
+def test_it_says_what_it_knows() -> None:
+    link = Link(0.5, LOSSLESS)
+    assert (
+        link.choice.status().line() == "raw: nothing was measured yet; link not measured; nothing predicted"
+    )
+    link.run(2.0)
+    status = link.choice.status()
+    assert status.chosen == "split"
+    assert status.link_rate == pytest.approx(0.5e9, rel=0.02)
+    assert [c.name for c in status.candidates] == [RAW, *LOSSLESS]
+    found = {c.name: c for c in status.candidates}
+    assert found["split"].ratio == pytest.approx(1.49, rel=0.01)
+    assert found["split"].encode_rate == pytest.approx(1.1e9, rel=0.01)
+    assert found["ebp"].decode_rate == pytest.approx(2.2e9, rel=0.01)
+    assert found[RAW].predicted_s_per_gb == pytest.approx(2.0, rel=0.02)
+    assert status.switches >= 1
+    assert status.line().startswith(
+        "split: predicted 1.34 s/GB, ebp 1.41; link 0.5 GB/s; raw 2 s/GB, ebp(bits=4) 1.5"
+    )
+
+
+def test_a_gain_of_less_than_five_percent_changes_nothing() -> None:
+    near = {"a": Speed(1.40, 9.0, 9.0), "b": Speed(1.44, 9.0, 9.0)}
+    link = Link(0.5, near)
+    link.run(1.0)
+    first = link.choice.status().chosen
+    link.run(5.0)
+    assert link.choice.status().chosen == first
+    assert link.choice.status().switches == 1
+
+
+def test_strange_reports_do_no_harm() -> None:
+    link = Link(1.0)
+    link.choice.encoded("unknown", 1, 1, 1.0)
+    link.choice.decoded("ebp", 0, 0.0)
+    link.choice.moved("unknown", 1, 1.0)
+    link.choice.moved("ebp", 1, 1.0)  # nothing is known of it yet
+    link.choice.encoded("ebp", 0, 0, 0.0)
+    link.choice.moved(RAW, 0, 0.0)
+    link.run(1.0)
+    assert link.choice.status().chosen == "int8"
