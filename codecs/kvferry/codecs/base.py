@@ -60,9 +60,11 @@ class Codec(Stage):
         return ""
 
     def error_bound(self, tensor: TensorSpec) -> float:
-        """The stated bound of the relative L2 error (``|x - decoded| / |x|``) of ``tensor`` in one slice.
+        """The stated bound of the relative L2 error of ``tensor`` in the slices of one call.
 
-        0 for a lossless codec. A pipeline checks it and stores what is outside as it is.
+        That is ``|x - decoded| / |x|``, in which channels that stick out do not count as much
+        (:attr:`kvferry.codecs.error.SliceError.bounded`). 0 for a lossless codec. A pipeline checks it and
+        stores what is outside as it is.
         """
         del tensor
         return 0.0

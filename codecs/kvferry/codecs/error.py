@@ -15,6 +15,7 @@ from kvferry.core.spec import DType, LayerSpec, TensorSpec
 __all__ = ["SliceError", "as_float32", "slice_errors"]
 
 Floats: TypeAlias = "npt.NDArray[np.float32]"
+_STICKS_OUT = 16.0
 _FLOATS = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32, DType.FLOAT64: np.float64}
 
 
@@ -26,11 +27,16 @@ class SliceError:
         tensor: Which.
         relative_l2: ``|x - decoded| / |x|``; 0 where both are zero, NaN or infinite where a value that was
             finite is not finite any more.
+        bounded: The same, but channels (columns of a tensor with a token axis) that stick out count in
+            ``|x|`` with 16 times the energy of the median channel at most. What the bound of a codec is
+            compared with: a few large channels, as the keys of some models have them, would hide an error
+            that spoils all others.
         maximum: Largest ``|x - decoded|``.
     """
 
     tensor: TensorSpec
     relative_l2: float
+    bounded: float
     maximum: float
 
 
@@ -67,7 +73,23 @@ def slice_errors(before: memoryview, after: memoryview, layer: LayerSpec) -> Ite
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         with np.errstate(invalid="ignore", over="ignore"):
             difference = np.where(same, np.float32(0), x - y).astype(np.float64)
-        norm = math.sqrt(float(np.square(x[np.isfinite(x)].astype(np.float64)).sum()))
+        energies = np.square(np.where(np.isfinite(x), x, 0).astype(np.float64))
+        by_channel = energies.reshape(-1, _channels(tensor)).sum(axis=0)
         distance = math.sqrt(float(np.square(difference).sum()))
-        relative = 0.0 if distance == 0 else distance / norm if norm else math.inf
-        yield SliceError(tensor, relative, float(np.abs(difference).max()))
+        whole, capped = float(by_channel.sum()), float(np.minimum(by_channel, _cap(by_channel)).sum())
+        yield SliceError(
+            tensor, _over(distance, whole), _over(distance, capped), float(np.abs(difference).max())
+        )
+
+
+def _channels(tensor: TensorSpec) -> int:
+    return math.prod(tensor.shape[1:]) if len(tensor.shape) > 1 else 1
+
+
+def _cap(by_channel: npt.NDArray[np.float64]) -> float:
+    live = by_channel[by_channel > 0]
+    return _STICKS_OUT * float(np.median(live)) if live.size else 0.0
+
+
+def _over(distance: float, energy: float) -> float:
+    return 0.0 if distance == 0 else distance / math.sqrt(energy) if energy else math.inf

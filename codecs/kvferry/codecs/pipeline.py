@@ -26,6 +26,7 @@ __all__ = ["CodecPipeline", "decode_frame"]
 
 _CACHED: Final = 64
 _CHECK_EVERY: Final = 16
+_CHECK_AFTER_FAILURE: Final = 64
 _scratch: Final = Scratch()
 
 
@@ -37,8 +38,8 @@ class CodecPipeline:
 
     Args:
         stages: In the order of encoding: array stages, at most one codec (``raw`` if none), byte stages.
-        check: How often the bound of a lossy pipeline is checked: ``"sample"`` every 16th call, ``"always"``,
-            ``"never"``.
+        check: How often the bound of a lossy pipeline is checked: ``"sample"`` every 16th call, and each of
+            the 64 calls after one that was outside; ``"always"``, ``"never"``.
 
     Raises:
         CodecError: If the stages do not follow each other.
@@ -64,6 +65,7 @@ class CodecPipeline:
         self._header = header_nbytes(self._named)
         self._lock = threading.Lock()
         self._calls = 0
+        self._suspect_until = 0
         self._out_of_bound = 0
         self._stored_raw = 0
 
@@ -132,7 +134,9 @@ class CodecPipeline:
         with self._lock:
             self._calls += 1
             self._stored_raw += raw or failed is not None
-            self._out_of_bound += failed is not None
+            if failed is not None:
+                self._out_of_bound += 1
+                self._suspect_until = self._calls + _CHECK_AFTER_FAILURE
         if raw or failed is not None:
             copy_into(body[: len(src)], src)
             nbytes, raw = len(src), True
@@ -240,7 +244,9 @@ class CodecPipeline:
     # -- the bound -------------------------------------------------------------------------------------
 
     def _due(self) -> bool:
-        return self._check == "always" or (self._check == "sample" and self._calls % _CHECK_EVERY == 0)
+        if self._check != "sample":
+            return self._check == "always"
+        return self._calls % _CHECK_EVERY == 0 or self._calls < self._suspect_until
 
     def _out_of(self, src: memoryview, layer: LayerSpec, body: memoryview) -> SliceError | None:
         """The worst tensor outside its bound after decoding again, if any."""
@@ -248,7 +254,7 @@ class CodecPipeline:
             again = buffer("check", len(src))
             self._decode(body, layer, len(src) // layer.nbytes, again)
             for error in slice_errors(src, again, layer):
-                if not error.relative_l2 <= self.codec.error_bound(error.tensor):  # also for NaN
+                if not error.bounded <= self.codec.error_bound(error.tensor):  # also for NaN
                     return error
         return None
 

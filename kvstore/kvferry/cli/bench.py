@@ -211,7 +211,12 @@ def codec(
     model: Annotated[str, typer.Option(metavar="tiny|smollm2|DIR", help="Whose KV to encode.")] = "smollm2",
     text: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="FILE", help="A text of yours; repeat it. [default: three from this machine]"),
+        typer.Option(
+            metavar="FILE", help="A text of yours; repeat it. [default: texts that every machine has]"
+        ),
+    ] = None,
+    texts: Annotated[
+        Number, typer.Option(min=1, max=6, help="How many of those, without --text. [default: 3]")
     ] = None,
     codecs: Annotated[
         Text,
@@ -243,8 +248,9 @@ def codec(
     from kvferry.bench.registry import Options
 
     params = {
-        "model": model, "text": "\0".join(text) if text else None, "codecs": codecs, "tokens": tokens,
-        "slice_tokens": slice_tokens, "threads": threads, "kernels": kernels, "only": only, "walk": walk,
+        "model": model, "text": "\0".join(text) if text else None, "texts": texts, "codecs": codecs,
+        "tokens": tokens, "slice_tokens": slice_tokens, "threads": threads, "kernels": kernels, "only": only,
+        "walk": walk,
     }  # fmt: skip
     _run("codec", Options(runs=runs, params=params), as_json=as_json)
 

@@ -26,6 +26,19 @@ def test_relative_and_largest_error() -> None:
     assert errors([1e30, 0], [0, 0]) == pytest.approx((1, 1e30))
 
 
+def test_channels_that_stick_out_count_as_sixteen_of_the_median() -> None:
+    layer = LayerSpec((TensorSpec("k", (2, 8), DType.FLOAT32),))
+    x = np.ones((2, 8), np.float32)
+    x[:, 3] = 100
+    y = x + np.float32(0.1)
+    (error,) = slice_errors(x.view(np.uint8).reshape(-1).data, y.view(np.uint8).reshape(-1).data, layer)
+    assert error.relative_l2 == pytest.approx(0.4 / math.sqrt(14 + 2e4), rel=1e-3)
+    assert error.bounded == pytest.approx(0.4 / math.sqrt(14 + 32), rel=1e-3)
+    x[:, 4:] = 0  # channels of zeros are no median
+    (error,) = slice_errors(x.view(np.uint8).reshape(-1).data, x.view(np.uint8).reshape(-1).data, layer)
+    assert error.bounded == 0
+
+
 def test_zeros_infinities_and_nan() -> None:
     assert errors([0], [1]) == (math.inf, 1)
     assert errors([math.inf, math.nan, 3, 4], [math.inf, math.nan, 3, 4]) == (0, 0)

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.codecs import ArrayStage, CodecPipeline, decode_frame
 from kvferry.codecs.base import Codec
+from kvferry.codecs.error import slice_errors
 from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
 from kvferry.codecs.quantised import Int4Codec, Int8Codec
@@ -202,27 +203,50 @@ def test_a_slice_outside_the_bound_is_stored_as_it_is_and_counted(both_kernels: 
         assert pipeline.counts == {"calls": counted, "stored_raw": counted, "out_of_bound": counted}
 
 
-def test_one_tensor_outside_is_enough() -> None:
-    layer = LayerSpec((TensorSpec("k", (16, 64), DType.BFLOAT16), TensorSpec("v", (16, 64), DType.BFLOAT16)))
+def with_outliers(layer: LayerSpec, *tensors: int) -> ByteArray:
+    """Normal values, but one channel of some tensors is thirty times as large."""
     data = normal(layer, 0)
-    wide = data.copy()
-    wide[2048:] = normal(layer, 0, scale=1e-6)[2048:]
-    wide.view(np.uint16)[1024::32] = 0x4000  # values of 2 among values of a millionth
-    pipeline = CodecPipeline([Int8Codec(k="channel", bound=0.002)], check="always")
-    fine = CodecPipeline([Int8Codec(bound=0.02)], check="always")
-    assert not decode_frame(encode(fine, wide, layer), layer, page_aligned(4096)).stored_raw
-    assert decode_frame(encode(pipeline, data, layer), layer, page_aligned(4096)).stored_raw
+    values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(2, 16, -1)
+    for tensor in tensors:
+        values[tensor, :, 5] *= 30
+    found: ByteArray = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+    return found
 
 
-@pytest.mark.parametrize(("check", "expected"), [("always", 32), ("sample", 2), ("never", 0)])
-def test_how_often_the_bound_is_checked(check: str, expected: int) -> None:
-    pipeline = CodecPipeline([Int8Codec(bound=0.0)], check=check)
+@pytest.mark.parametrize("outliers", [(0,), (1,), (0, 1)])
+def test_channels_that_stick_out_do_not_hide_an_error(both_kernels: None, outliers: tuple[int, ...]) -> None:
+    """One tensor outside is enough, and its large channel does not make the error look small."""
+    data = with_outliers(LAYER, *outliers)
+    out = np.zeros_like(data)
+    pipeline = CodecPipeline.parse("int8", check="never")
+    pipeline.decode_into(encode(pipeline, data), LAYER, out.data)
+    assert all(error.relative_l2 < 0.025 for error in slice_errors(data.data, out.data, LAYER))
+    for text, outside in (("int8", True), ("int8(k=channel)", 1 in outliers), ("int8(bound=0.5)", False)):
+        pipeline = CodecPipeline.parse(text, check="always")
+        assert decode_frame(encode(pipeline, data), LAYER, out.data).stored_raw == outside
+        assert pipeline.counts["out_of_bound"] == outside
+
+
+@pytest.mark.parametrize("check", ["always", "sample", "never"])
+def test_how_often_the_bound_is_checked(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sampling, until a slice is outside: then each of the next 64 calls."""
+    codec = Int8Codec()
+    pipeline = CodecPipeline([codec], check=check)
+    checked: list[int] = []
+    decode_into = codec.decode_into
+
+    def counted(src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
+        checked.append(pipeline.counts["calls"])
+        decode_into(src, layer, dst)
+
+    monkeypatch.setattr(codec, "decode_into", counted)
     data = normal(LAYER, 0)
-    for _ in range(32):
+    for call in range(200):
+        monkeypatch.setattr(codec, "bound", 1e-6 if call == 32 else 0.0)
         encode(pipeline, data)
-    assert pipeline.counts["calls"] == 32
-    assert pipeline.counts["out_of_bound"] == expected
-    assert pipeline.counts["stored_raw"] == expected
+    sampled = {*range(0, 200, 16), *range(32, 97)}
+    assert checked == {"always": list(range(200)), "sample": sorted(sampled), "never": []}[check]
+    assert pipeline.counts["out_of_bound"] == (check != "never")
     with pytest.raises(CodecError, match="sample, always or never"):
         CodecPipeline([], check="often")
 

@@ -72,7 +72,7 @@ def test_head_sizes_and_groups_that_do_not_divide_them(name: str, head_dim: int,
     out, used = through(codec, layer, data)
     assert used < data.size * 0.85  # nothing was kept as it is; groups of 5 gain little
     for error in slice_errors(data.data, out.data, layer):
-        assert 0 < error.relative_l2 <= codec.error_bound(error.tensor)
+        assert 0 < error.bounded <= codec.error_bound(error.tensor)
 
 
 def steps_of(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -30,6 +30,7 @@ class CodecOptions:
 
     model: str
     texts: tuple[str, ...]
+    own_texts: int
     pipelines: tuple[str, ...]
     tokens: int
     slice_tokens: int
@@ -55,6 +56,7 @@ class CodecOptions:
         found = cls(
             model=str(options.param("model", "smollm2")),
             texts=texts,
+            own_texts=int(options.param("texts", 3)),
             pipelines=tuple(CodecPipeline.parse(text).text for text in pipelines),
             tokens=int(options.param("tokens", 2048)),
             slice_tokens=int(options.param("slice_tokens", 256)),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import inspect
-import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +10,10 @@ import torch
 
 from kvferry.bench.pairing import Progress
 from kvferry.bench.scenarios.codec import CodecOptions
+from kvferry.bench.scenarios.codec_texts import texts
 from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import ConfigError
 from kvferry.core.spec import DType, LayerSpec, TensorSpec
-from kvferry.engine.demo.conversation import load_script
 from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.tokenizer import load_tokenizer
 from kvferry.engine.weights import load_model
@@ -70,7 +67,7 @@ class ModelKV:
         self._tokens = self._slices * options.slice_tokens
         tokenizer = load_tokenizer(path)
         self.texts = []
-        chosen = _texts(options.texts)
+        chosen = texts(options.texts, options.own_texts)
         for number, (name, text) in enumerate(chosen.items()):
             progress(f"prefill of {name}", number, len(chosen))
             tokens = tokenizer.encode(text[: 16 * (self._tokens + PREDICTED)], add_special_tokens=False)
@@ -122,16 +119,3 @@ class ModelKV:
         assert logits is not None
         text.sequence.length = self._tokens - 1
         return torch.log_softmax(logits.double(), dim=-1)
-
-
-def _texts(files: tuple[str, ...]) -> dict[str, str]:
-    if not files:
-        topics = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-        return {"prose": topics, "code": inspect.getsource(argparse), "licence": load_script(None).text}
-    found = {}
-    for file in files:
-        try:
-            found[Path(file).name] = Path(file).read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise ConfigError(f"text {file}: {error.strerror}") from error
-    return found

@@ -27,6 +27,7 @@ METRICS = {
     "kl": "nats a token",
     "top1": "share of tokens",
     "perplexity": "change, x",
+    "out_of_bound": "share of slices",
 }
 
 
@@ -41,6 +42,7 @@ class Quality:
         kl: Mean KL divergence of the next token's distribution from that with the KV as it was, in nats.
         top1: Share of tokens whose likeliest next token is the same.
         perplexity: Perplexity of the following tokens over that with the KV as it was.
+        out_of_bound: Share of slices that were outside the bound of the pipeline, and so stored as they are.
     """
 
     relative_l2_k: float
@@ -49,13 +51,17 @@ class Quality:
     kl: float
     top1: float
     perplexity: float
+    out_of_bound: float
 
 
 def run_quality(kv: ModelKV, options: CodecOptions, progress: Progress) -> Iterator[Result]:
-    """Every pipeline on every text; one result a metric, whose runs are the texts."""
+    """Every pipeline on every text; one result a metric, whose runs are the texts.
+
+    The bound is checked for every slice: a pipeline that does not suit the model shows as ``out_of_bound``.
+    """
     before = [kv.predict(text) for text in kv.texts]
     for number, name in enumerate(options.pipelines):
-        pipeline = CodecPipeline.parse(name, check="never")
+        pipeline = CodecPipeline.parse(name, check="always")
         found = []
         for text, expected in zip(kv.texts, before, strict=True):
             progress(f"quality of {name} on {text.name}", number, len(options.pipelines))
@@ -81,7 +87,9 @@ def text_quality(kv: ModelKV, text: TextKV, pipeline: CodecPipeline, expected: t
         pipeline: What encodes.
         expected: :meth:`ModelKV.predict` before.
     """
+    before = pipeline.counts
     decoded = _through(pipeline, kv, text.slices)
+    calls, outside = (pipeline.counts[name] - before[name] for name in ("calls", "out_of_bound"))
     k, v, largest = _errors(kv, text.slices, decoded)
     kv.put(text, decoded)
     try:
@@ -92,7 +100,7 @@ def text_quality(kv: ModelKV, text: TextKV, pipeline: CodecPipeline, expected: t
     same = (expected.argmax(dim=-1) == found.argmax(dim=-1)).double().mean().item()
     target = text.next_tokens[1:, None]
     change = (expected.gather(1, target) - found.gather(1, target)).mean().item()
-    return Quality(k, v, largest, max(0.0, kl), same, math.exp(change))
+    return Quality(k, v, largest, max(0.0, kl), same, math.exp(change), outside / calls)
 
 
 def _through(pipeline: CodecPipeline, kv: ModelKV, slices: ByteArray) -> ByteArray:
