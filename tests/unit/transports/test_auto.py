@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConfigError, ConnectError, TransportError
+from kvferry.core.errors import ConfigError, ConnectError, ConnectionClosedError, TransportError
 from kvferry.transports import explain, get_transport, recent_choices
 from kvferry.transports.auto import AutoListener, AutoSharedConnection, place, port, side, transport
 from kvferry.transports.auto.choosing import rank
@@ -271,6 +272,15 @@ def test_unix_needs_the_same_file_and_user(tmp_path: Path) -> None:
         assert reason in ranking.rejected[0].reason
 
 
+def test_what_a_peer_writes_cannot_forge_lines_of_the_log() -> None:
+    answer = Offers(host=_HERE, offers=[], lacking={"tcp": "no\nforged\x1b[2J" + "x" * 1000})
+    (*_, tcp) = rank(answer, _HERE, parse_auto(_URL)[1]).rejected
+    assert tcp.reason.isprintable()
+    assert len(tcp.reason) < 600
+    evil = Offer(scheme="unix", path="/x\0y", inode=(1, 1), uid=os.geteuid())
+    assert "is no path" in rank(_answer(evil), _HERE, parse_auto(_URL)[1]).rejected[0].reason
+
+
 # -- the port --------------------------------------------------------------------------------------------
 
 
@@ -317,6 +327,37 @@ def test_a_peer_that_waits_for_the_first_word_is_a_plain_one(
         with contextlib.closing(listener.accept(_soon())) as other:
             other.send([b"hello"], _soon())
             assert sock.recv(5) == b"hello"
+
+
+def test_one_broken_connection_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = port.Port._find_out
+    broken: list[port._Guest] = []
+
+    def fail_once(self: port.Port, guest: port._Guest) -> bool:
+        if not broken:
+            broken.append(guest)
+            raise OSError("from the kernel")
+        return real(self, guest)
+
+    monkeypatch.setattr(port.Port, "_find_out", fail_once)
+    with _listening() as listener:
+        with _raw(listener) as sock, contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+        with _met(listener.address, listener):
+            assert broken
+
+
+def test_a_listener_whose_thread_failed_is_closed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_self: port.Port) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(port.Port, "turn", fail)
+    listener = get_transport("auto").listen(_URL)
+    with pytest.raises(ConnectionClosedError):
+        listener.accept(_soon())
+    listener.close()
+    assert not list(Path(os.environ["XDG_RUNTIME_DIR"], "kvferry").glob("auto-*"))
+    assert not [one for one in threading.enumerate() if one.name.startswith("kvferry-auto")]
 
 
 def test_a_half_asked_question_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:

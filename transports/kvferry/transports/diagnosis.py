@@ -36,6 +36,7 @@ def transport_probes() -> list[tuple[str, str, Probe]]:
         ("transports", "unix", _unix),
         ("transports", "inproc", lambda: [Finding("transports", "inproc", "works, within one process")]),
         ("transports", "ucx", _ucx),
+        ("transports", "auto", _auto),
         ("transports", "mooncake", _mooncake),
         ("rdma", "RDMA", _rdma),
         ("limits", "socket buffers", _buffers),
@@ -74,7 +75,7 @@ def _tls() -> Iterator[Finding]:
 
 
 def _unix() -> Iterator[Finding]:
-    from kvferry.transports.auto.place import host_identity, socket_path
+    from kvferry.transports.auto.place import socket_path
 
     why = "processes of one machine pass memory over it; auto:// keeps its sockets in this folder"
     try:
@@ -83,8 +84,7 @@ def _unix() -> Iterator[Finding]:
         remedy = "export XDG_RUNTIME_DIR to a folder of your own"
         yield Finding("transports", "unix", f"works, but not for auto://: {error}", "warn", why, remedy)
         return
-    told = "" if host_identity() else "; which host this is cannot be told, so auto:// does not take it"
-    yield Finding("transports", "unix", f"works; sockets of auto:// in {path.parent}{told}", why=why)
+    yield Finding("transports", "unix", f"works; sockets of auto:// in {path.parent}", why=why)
 
 
 def _ucx() -> Iterator[Finding]:
@@ -113,6 +113,16 @@ def _ucx() -> Iterator[Finding]:
         "transports", "ucx over RDMA", rdma, "warn" if known else "ok", why,
         report.rdma_remedy if known else "",
     )  # fmt: skip
+
+
+def _auto() -> Iterator[Finding]:
+    from kvferry.transports.auto.choosing import ucx_problem
+    from kvferry.transports.auto.place import host_identity
+
+    problem = ucx_problem("")
+    near = "unix on this host" if host_identity() else "tcp on this host"
+    far = f"tcp to others ({problem})" if problem else "ucx to others with RDMA, else tcp"
+    yield Finding("transports", "auto", f"{near}, {far}", why="what auto://host:port takes")
 
 
 def _mooncake() -> Iterator[Finding]:

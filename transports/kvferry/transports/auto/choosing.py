@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.core.errors import ConfigError
-from kvferry.transports.auto.offers import Offer, Offers
+from kvferry.transports.auto.offers import Offer, Offers, shown
 from kvferry.transports.auto.options import SCHEMES, AutoOptions
 from kvferry.transports.choices import Rejected
 
@@ -70,7 +70,7 @@ def rank(answer: Offers, host: str, options: AutoOptions, ucx: Callable[[str], s
     for scheme in order:
         offer = offers.get(scheme)
         if offer is None:
-            lacking = answer.lacking.get(scheme, "it does not know it")
+            lacking = shown(answer.lacking.get(scheme, "it does not know it"))
             rejected.append(Rejected(scheme, f"the listener does not offer it, {lacking}"))
         elif problem := _problem(offer, answer, host, options, ucx):
             rejected.append(Rejected(scheme, problem))
@@ -103,10 +103,12 @@ def _unix_problem(offer: Offer, answer: Offers, host: str) -> str:
         return f"the listener runs as uid {offer.uid}, this process as uid {os.geteuid()}"
     try:
         found = Path(offer.path).stat()
+    except ValueError:
+        return f"{shown(offer.path)} is no path"
     except OSError as error:
-        return f"its socket {offer.path} cannot be found from here: {error.strerror}"
+        return f"its socket {shown(offer.path)} cannot be found from here: {error.strerror}"
     if (found.st_dev, found.st_ino) != offer.inode:
-        return f"{offer.path} is another file here"
+        return f"{shown(offer.path)} is another file here"
     return ""
 
 

@@ -62,6 +62,7 @@ class AutoListener(Listener):
         self._changed = threading.Condition()
         self._ready: deque[Connection] = deque()
         self._closed = False
+        self._ended = False  # by close(); it may be closed before, by a failure of its thread
         self._tickets = Tickets()
         name = f"kvferry-auto-{sock.getsockname()[1]}"
         self._sides = [
@@ -114,9 +115,9 @@ class AutoListener(Listener):
                 side.forget()
             return
         with self._changed:
-            if self._closed:
+            if self._ended:
                 return
-            self._closed = True
+            self._closed = self._ended = True
             waiting = list(self._ready)
             self._ready.clear()
             self._changed.notify_all()

@@ -29,6 +29,7 @@ __all__ = [
     "pack",
     "parse_body",
     "parse_prefix",
+    "shown",
 ]
 
 MAGIC: Final = b"\x89KVAUTO\n"
@@ -40,6 +41,7 @@ ACCEPTED: Final = b"\x89KVTAKE\n"
 _PREFIX: Final = struct.Struct("<8sHI")
 PREFIX_NBYTES: Final = _PREFIX.size
 _MAX_BODY_NBYTES: Final = 8 << 10
+_MAX_SHOWN: Final = 500
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)]
@@ -128,6 +130,11 @@ def parse_prefix(data: bytes | bytearray | memoryview) -> int:
     if nbytes > _MAX_BODY_NBYTES:
         raise ValueError(f"its message of {nbytes} bytes is over the limit of {_MAX_BODY_NBYTES}")
     return int(nbytes)
+
+
+def shown(text: str) -> str:
+    """What a peer wrote, fit for a line of a log: short, and without what would move the cursor."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:_MAX_SHOWN])
 
 
 def parse_body(data: bytes | bytearray | memoryview, kind: type[_M]) -> _M:

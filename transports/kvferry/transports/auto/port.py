@@ -118,6 +118,13 @@ class Port:
 
     def turn(self) -> None:
         """Wait for one round of events, and see to them."""
+        try:
+            self._turn()
+        except OSError as error:  # of one connection; the others must not end with it
+            self._limiter.log(logging.WARNING, "turn", "%s: %s", self._name, error)
+            time.sleep(_PAUSE_S)
+
+    def _turn(self) -> None:
         for fd in self._wait():
             if fd == self._woken.fileno():
                 return

@@ -32,6 +32,7 @@ from kvferry.transports.auto.offers import (
     pack,
     parse_body,
     parse_prefix,
+    shown,
 )
 from kvferry.transports.auto.options import SCHEMES, AutoOptions, parse_auto
 from kvferry.transports.auto.place import host_identity, socket_path
@@ -204,7 +205,7 @@ def _ask(parsed: Address, options: AutoOptions, deadline: float) -> _Asked:
     else:
         if answer.refused:
             port.abort()
-            raise ConnectError(f"cannot connect to {parsed.url}: {answer.refused[:500]}")
+            raise ConnectError(f"cannot connect to {parsed.url}: {shown(answer.refused)}")
         return _Asked(answer, port)
     return _Asked(_PLAIN_OFFERS)
 
@@ -222,7 +223,7 @@ def _dial(parsed: Address, options: AutoOptions, deadline: float) -> SocketConne
 
 def _refusal(parsed: Address, options: AutoOptions, answer: Offers, ranking: Ranking) -> ConnectError:
     """Nothing can be taken: what was asked, what there is, why that is not it, and what to do."""
-    offered = [one.scheme for one in answer.offers]
+    offered = [shown(one.scheme) for one in answer.offers]
     considered = [one for one in ranking.rejected if options.considers(one.scheme)]
     why = "; ".join(f"{one.scheme}: {one.reason}" for one in considered)
     if options.require:
