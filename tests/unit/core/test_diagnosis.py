@@ -113,6 +113,16 @@ def test_pinning_is_tried(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
     ("lines", "files", "expected"),
     [
         ("0::/a/b", {"a/memory.max": "900", "a/memory.current": "500", "a/b/memory.max": "max"}, (900, 500)),
+        (
+            "0::/a/b",
+            {
+                "a/memory.max": "900",
+                "a/memory.current": "850",
+                "a/b/memory.max": "500",
+                "a/b/memory.current": "100",
+            },
+            (900, 850),
+        ),
         ("0::/a", {"a/memory.max": "max", "a/memory.current": "5"}, None),
         (
             "4:memory:/p/c\n0::/",

@@ -302,6 +302,7 @@ def _raw(listener: AutoListener) -> Iterator[socket.socket]:
 )
 def test_a_question_that_is_none_is_turned_away(said: bytes) -> None:
     with _listening() as listener, _raw(listener) as sock:
+        sock.settimeout(4)  # at once, not when its five seconds are over
         sock.sendall(said)
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
@@ -327,6 +328,15 @@ def test_a_peer_that_waits_for_the_first_word_is_a_plain_one(
         with contextlib.closing(listener.accept(_soon())) as other:
             other.send([b"hello"], _soon())
             assert sock.recv(5) == b"hello"
+
+
+def test_a_stream_that_ends_within_its_first_word_is_passed_on() -> None:
+    with _listening() as listener, _raw(listener) as sock:
+        sock.sendall(MAGIC[:3])
+        sock.shutdown(socket.SHUT_WR)
+        other = listener.accept(deadline_in(4))
+        with contextlib.closing(other), pytest.raises(ConnectionClosedError, match="3 of 4"):
+            other.recv_into([memoryview(bytearray(4))], _soon())
 
 
 def test_one_broken_connection_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
