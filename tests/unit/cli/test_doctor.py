@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli import main
+from kvferry.transports.ucx import rdma
 
 
 def _run(*args: str) -> int:
@@ -35,8 +36,11 @@ def test_everything_asked_for_works(capsys: pytest.CaptureFixture[str], tmp_path
     assert not (tmp_path / "kv").exists()
 
 
-def test_what_is_asked_for_and_does_not_work_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_for_and_does_not_work_gives_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """C119: asked, found and remedy, for people and for scripts."""
+    monkeypatch.setattr(rdma, "_DEVICES", tmp_path / "no-infiniband")
     sets = ("--set", "decode.listen=auto://127.0.0.1:0?require=rdma")
     assert _run(*sets) == 1
     text = " ".join(capsys.readouterr().out.split())

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from kvferry.transports.auto.offers import MAGIC, Ask, Offer, Offers, pack
 from kvferry.transports.auto.options import parse_auto
 from kvferry.transports.base import Connection, SharedMemoryConnection
 from kvferry.transports.choices import announce_region, withdraw_region
+from kvferry.transports.ucx import rdma
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire.messages import Describe
 
@@ -31,6 +33,7 @@ _URL = "auto://127.0.0.1:0"
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(rdma, "_DEVICES", tmp_path / "no-infiniband")
 
 
 def _soon() -> float:
@@ -107,6 +110,34 @@ def test_another_host_or_container_takes_tcp(
         assert (_scheme(one), _scheme(other)) == ("tcp", "tcp")
         assert not isinstance(one, SharedMemoryConnection)
         assert reason in str(explain(one))
+
+
+_DIALLER = """
+import sys, time
+from kvferry.transports import connect, explain
+connection = connect(sys.argv[1], time.monotonic() + 20)
+connection.send([b"word"], time.monotonic() + 20)
+print(explain(connection))
+"""
+
+
+@pytest.mark.parametrize("namespaces", [["--user", "--map-root-user"], ["--mount"], ["--pid", "--fork"]])
+def test_a_process_in_other_namespaces_takes_tcp(namespaces: list[str]) -> None:
+    """The socket's file can be seen and opened from there, but that says nothing of the container."""
+    words = ["unshare", *namespaces, sys.executable, "-c"]
+    with contextlib.suppress(OSError):
+        if subprocess.run([*words, ""], check=False, capture_output=True, timeout=60).returncode == 0:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            with _listening() as listener:
+                done = subprocess.run(
+                    [*words, _DIALLER, listener.address],
+                    check=True, capture_output=True, text=True, timeout=60, env=environment,
+                )  # fmt: skip
+                listener.accept(_soon()).close()
+            assert done.stdout.startswith("tcp, ")
+            assert "not unix: they are in different containers" in done.stdout
+            return
+    pytest.skip(f"this user may not unshare {' '.join(namespaces)}")
 
 
 @pytest.mark.parametrize("options", ["?require=tcp", "?require=tcp&lanes=3", "?require=tcp&rate=1GB/s"])

@@ -9,6 +9,12 @@ from kvferry.core.diagnosis import Finding
 from kvferry.transports import diagnosis
 from kvferry.transports.auto import choosing
 from kvferry.transports.diagnosis import address_probe, transport_probes
+from kvferry.transports.ucx import rdma
+
+
+@pytest.fixture(autouse=True)
+def _no_rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rdma, "_DEVICES", tmp_path / "no-infiniband")
 
 
 def _found(name: str) -> list[Finding]:
@@ -83,7 +89,6 @@ def test_a_taken_port_is_a_warning_that_names_the_option() -> None:
         ("unix:///no/such/folder/s", "no such folder"),
         ("auto://127.0.0.1:0?fallbak=tcp", "fallbak"),
         ("auto://127.0.0.1:0?require=rdma", "asked for rdma, found unix, tcp"),
-        ("ucx://127.0.0.1:0?require=rdma", "asked for rdma"),
     ],
 )
 def test_an_address_that_cannot_be_had_is_a_failure(url: str, reason: str) -> None:
