@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-import xxhash
+from xxhash import xxh3_64
 
 from kvferry import transports
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
@@ -187,7 +187,7 @@ class Channel:
 
     @property
     def checksum(self) -> bool:
-        """Whether payloads carry a checksum on this connection."""
+        """Whether frames carry a checksum on this connection."""
         return self._protocol.checksum
 
     @property
@@ -269,29 +269,32 @@ class Channel:
     def _send_frame(
         self, message: Message, views: list[memoryview], deadline: float, request_id: int
     ) -> None:
-        head = self._protocol.encode(message, total_nbytes(views), request_id)
+        head = self._protocol.encode(message, total_nbytes(views) if views else 0, request_id)
         try:
             if views and self._protocol.checksum:
                 self._send_hashed(head, views, deadline)
             else:
-                self._connection.send([*head, *views], deadline)
+                self._connection.send([head, *views], deadline)
         except BaseException:
             self._frame_failed()
             raise
         self._last_activity = time.monotonic()
 
-    def _send_hashed(self, head: Sequence[bytes], views: list[memoryview], deadline: float) -> None:
-        digest = xxhash.xxh3_64()
-        last: list[memoryview] = []
-        for piece in pieces_of(views) if total_nbytes(views) > PIECE_NBYTES else (views,):
-            if last:
-                self._connection.send([*head, *last], deadline)
-                hash_into(digest, last)
-                head = []
-            last = piece
+    def _send_hashed(self, head: bytes, views: list[memoryview], deadline: float) -> None:
+        digest = xxh3_64(head)
+        parts: list[bytes | memoryview] = [head]
+        last = views
+        if total_nbytes(views) > PIECE_NBYTES:
+            last = []
+            for piece in pieces_of(views):
+                if last:
+                    self._connection.send([*parts, *last], deadline)
+                    hash_into(digest, last)
+                    parts = []
+                last = piece
         # The last piece is hashed first, so that it leaves together with the trailer.
         hash_into(digest, last)
-        self._connection.send([*head, *last, self._protocol.trailer(digest.intdigest())], deadline)
+        self._connection.send([*parts, *last, self._protocol.trailer(digest.intdigest())], deadline)
 
     # ---- receiving ---------------------------------------------------------------------------
 
@@ -404,13 +407,11 @@ class Channel:
         self._pending = incoming if event.payload_nbytes else None
         return incoming
 
-    def read_payload(
-        self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float, *, verify: bool
-    ) -> None:
+    def read_payload(self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float) -> None:
         """Fill ``pieces``, which hold the whole payload, then take the trailer."""
         self._begin_receiving()
         try:
-            self._reader.read_payload(incoming.event, pieces, deadline, verify=verify)
+            self._reader.read_payload(incoming.event, pieces, deadline)
         except BaseException:
             self._frame_failed()
             raise

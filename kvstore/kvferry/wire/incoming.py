@@ -25,9 +25,7 @@ class PayloadSource(Protocol):
         """Whether the payload of ``incoming`` is the next thing in the connection."""
         ...
 
-    def read_payload(
-        self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float, *, verify: bool
-    ) -> None:
+    def read_payload(self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float) -> None:
         """Fill ``pieces``, which hold the whole payload, then take the trailer."""
         ...
 
@@ -78,22 +76,22 @@ class Incoming:
                 f"{self.payload_nbytes} bytes, to be received into {nbytes} writable ones"
             )
         in_pieces = nbytes > PIECE_NBYTES and self.event.has_trailer
-        self._take(pieces_of(flat) if in_pieces else (flat,), deadline, verify=True)
+        self._take(pieces_of(flat) if in_pieces else (flat,), deadline)
 
     def discard(self, deadline: float) -> None:
         """Receive the payload and drop it; does nothing if there is none or it was taken already.
 
-        The checksum is not compared, and memory use does not depend on the size. Raises as
-        :meth:`read_into`.
+        Memory use does not depend on the size. The checksum is compared, since it is the message's too.
+        Raises as :meth:`read_into`.
         """
         if self._channel.holds_payload_of(self):
-            self._take(scratch_pieces(self.payload_nbytes), deadline, verify=False)
+            self._take(scratch_pieces(self.payload_nbytes), deadline)
 
-    def _take(self, pieces: Iterable[list[memoryview]], deadline: float, *, verify: bool) -> None:
+    def _take(self, pieces: Iterable[list[memoryview]], deadline: float) -> None:
         if not self.payload_nbytes:
             return
         if not self._channel.holds_payload_of(self):
             raise ProtocolError(
                 f"{self._channel.address}: payload of {type(self.message).__name__} was taken already"
             )
-        self._channel.read_payload(self, pieces, deadline, verify=verify)
+        self._channel.read_payload(self, pieces, deadline)

@@ -9,7 +9,7 @@ import xxhash
 from kvferry.core.errors import CorruptBlockError
 from kvferry.wire.protocol import MessageReceived
 
-__all__ = ["PIECE_NBYTES", "check_digest", "hash_into", "pieces_of", "scratch_pieces"]
+__all__ = ["PIECE_NBYTES", "damaged", "hash_into", "pieces_of", "scratch_pieces"]
 
 PIECE_NBYTES = 512 << 10
 """Payloads move and are hashed in pieces of this size, so that hashing reads from a warm cache."""
@@ -22,17 +22,12 @@ def hash_into(digest: xxhash.xxh3_64, views: Sequence[memoryview]) -> None:
         digest.update(view)
 
 
-def check_digest(address: str, event: MessageReceived, digest: int, sent: int) -> None:
-    """Compare the checksum of what was received with that of the sender.
-
-    Raises:
-        CorruptBlockError: If they differ; the caller's connection ends with it.
-    """
-    if digest != sent:
-        raise CorruptBlockError(
-            f"{address}: payload of {type(event.message).__name__} ({event.payload_nbytes} bytes, request "
-            f"{event.request_id}) has xxh3_64 {digest:016x}, sent was {sent:016x}; connection aborted"
-        )
+def damaged(address: str, event: MessageReceived, found: int, sent: int) -> CorruptBlockError:
+    """What is raised when a frame has another checksum than its sender computed; the connection ends."""
+    return CorruptBlockError(
+        f"{address}: {type(event.message).__name__} with its payload ({event.payload_nbytes} bytes, request "
+        f"{event.request_id}) has xxh3_64 {found:016x}, sent was {sent:016x}; connection aborted"
+    )
 
 
 def pieces_of(views: Sequence[memoryview], size: int | None = None) -> Iterator[list[memoryview]]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias, cast
 
 import msgspec
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.errors import ProtocolError
@@ -30,6 +29,19 @@ from kvferry.wire.agreement import (
 )
 from kvferry.wire.messages import AnyMessage, Message
 from kvferry.wire.printable import magic_hint, printable
+from kvferry.wire.tables import (
+    DESCRIPTOR_TYPES,
+    HANDSHAKE_ONLY,
+    NAMES,
+    NUMBERS,
+    PAYLOAD_TYPES,
+    TRANSITIONS,
+    TYPE_NUMBERS,
+    TYPES,
+    Side,
+    State,
+    next_state,
+)
 
 __all__ = [
     "DESCRIPTOR_TYPES",
@@ -60,112 +72,20 @@ MAGIC: Final = b"KVFY"
 _HEADER = struct.Struct("<4sHHIQIQ")
 _TRAILER = struct.Struct("<Q")
 FLAG_TRAILER: Final = 1
-"""Bit of the header's flags: the payload is followed by its checksum. All other bits are zero."""
+"""Bit of the header's flags: the frame ends with its checksum. All other bits are zero."""
 HEADER_NBYTES: Final = _HEADER.size
 TRAILER_NBYTES: Final = _TRAILER.size
-
-# Append only: a number is never given to another message, not even after its message is gone.
-TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
-    {
-        m.Hello: 1,
-        m.Welcome: 2,
-        m.Failure: 3,
-        m.Ping: 4,
-        m.Pong: 5,
-        m.BeginStream: 16,
-        m.StreamReady: 17,
-        m.PutLayer: 18,
-        m.LayerAck: 19,
-        m.FinishStream: 20,
-        m.StreamDone: 21,
-        m.AbortStream: 22,
-        m.StreamSlots: 23,
-        m.LayerPlaced: 24,
-        m.PutEncoded: 25,
-        m.EncodedAck: 26,
-        m.Describe: 32,
-        m.Description: 33,
-        m.Prefill: 34,
-        m.PrefillDone: 35,
-        m.Generate: 36,
-        m.GenerateReady: 37,
-        m.TokensOut: 38,
-        m.Finished: 39,
-        m.Cancel: 40,
-        m.Status: 41,
-        m.StatusReport: 42,
-        m.AttachArena: 48,
-        m.ArenaSegments: 49,
-    }
-)
-_TYPES: Final[Mapping[int, type[Message]]] = {number: cls for cls, number in TYPE_NUMBERS.items()}
-_NAMES: Final[Mapping[type[Message], str]] = {cls: str(cls.__struct_config__.tag) for cls in TYPE_NUMBERS}
-
-PAYLOAD_TYPES: Final[frozenset[type[Message]]] = frozenset({m.PutLayer, m.PutEncoded, m.Prefill})
-"""Messages whose frame may have a payload; in any other frame one is refused unread."""
-DESCRIPTOR_TYPES: Final[frozenset[type[Message]]] = frozenset({m.ArenaSegments})
-"""Messages behind whose frame descriptors may come, where the connection can pass them. Servers send them."""
 
 # Over the union, not per class: only so is the tag required and compared.
 _DECODER: Final = msgspec.msgpack.Decoder(AnyMessage)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class Side(enum.Enum):
-    """The two ends of a connection."""
-
-    CLIENT = "client"
-    SERVER = "server"
-
-    @property
-    def other(self) -> Side:
-        """The end that this one talks to."""
-        return Side.SERVER if self is Side.CLIENT else Side.CLIENT
-
-
-class State(enum.Enum):
-    """Where a connection stands."""
-
-    START = "start"
-    OFFERED = "offered"
-    """The hello is on its way or has come; the welcome is owed."""
-    OPEN = "open"
-    REFUSED = "refused"
-
-
-# Who may send what in which state, and the state after it. ``Message`` stands for every message
-# that has no line of its own in the state.
-TRANSITIONS: Final[Mapping[State, Mapping[tuple[Side, type[Message]], State]]] = MappingProxyType(
-    {
-        State.START: {
-            (Side.CLIENT, m.Hello): State.OFFERED,
-            (Side.SERVER, m.Failure): State.REFUSED,
-        },
-        State.OFFERED: {
-            (Side.SERVER, m.Welcome): State.OPEN,
-            (Side.SERVER, m.Failure): State.REFUSED,
-        },
-        State.OPEN: {
-            (Side.CLIENT, Message): State.OPEN,
-            (Side.SERVER, Message): State.OPEN,
-        },
-        State.REFUSED: {},
-    }
-)
-_HANDSHAKE_ONLY: Final[frozenset[type[Message]]] = frozenset({m.Hello, m.Welcome})
-
-
-def _next_state(state: State, sender: Side, cls: type[Message]) -> State | None:
-    """The state after ``sender`` sent a ``cls``; ``None`` where the table does not allow it."""
-    rules = TRANSITIONS[state]
-    found = rules.get((sender, cls))
-    if found is None and cls not in _HANDSHAKE_ONLY:
-        found = rules.get((sender, Message))
-    return found
-
-
 class MessageReceived(NamedTuple):
-    """A message came. If ``payload_nbytes`` > 0 its payload comes next and is the owner's to receive."""
+    """A message came. If ``payload_nbytes`` > 0 its payload comes next and is the owner's to receive.
+
+    With a payload and ``has_trailer`` the message is only known to be whole once the trailer is, too.
+    """
 
     message: Message
     request_id: int
@@ -174,7 +94,7 @@ class MessageReceived(NamedTuple):
 
 
 class TrailerReceived(NamedTuple):
-    """The checksum of the payload that was just taken, as the sender computed it."""
+    """The checksum of the frame whose payload was just taken, as the sender computed it."""
 
     digest: int
 
@@ -187,7 +107,6 @@ class _Header(NamedTuple):
     request_id: int
     meta_nbytes: int
     payload_nbytes: int
-    has_trailer: bool
     next_state: State
 
 
@@ -214,7 +133,8 @@ class WireProtocol:
         side: Which end this is.
         limits: Lengths above which a frame is refused.
         versions: Those this end speaks.
-        checksum: Whether this end wants payload checksums; they are off only if both want them off.
+        checksum: Whether this end wants checksums of frames; they are off only if both want
+            them off. Those of the handshake always have one.
         peer: Name of the other end, for messages.
     """
 
@@ -234,14 +154,16 @@ class WireProtocol:
         self.version = 0
         """The agreed version; 0 until it is known."""
         self.checksum = checksum
-        """Whether payloads have a trailer: what this end wants, then what was agreed."""
+        """Whether frames have a trailer: what this end wants, then what was agreed."""
+        self._flags = FLAG_TRAILER  # of all frames: in the handshake a trailer, then what was agreed
         self._peer = peer
         self._phase = _AT_HEADER
         self._have = bytearray()
         self._header: _Header | None = None
-        self._has_trailer = False
+        self.hasher = xxh3_64()
+        """Has header and meta of the frame whose payload is due; who receives the payload adds it."""
         self.head_nbytes = HEADER_NBYTES
-        """Bytes of header and meta of the last message received: those of the next are often as many."""
+        """Bytes of the last message received, up to its payload: those of the next are often as many."""
 
     @property
     def _shaking_hands(self) -> bool:
@@ -249,38 +171,46 @@ class WireProtocol:
 
     # ---- sending -----------------------------------------------------------------------------
 
-    def encode(self, message: Message, payload_nbytes: int = 0, request_id: int = 0) -> list[bytes]:
-        """The buffers that start a frame: header and meta. Payload and :meth:`trailer` follow them.
+    def encode(self, message: Message, payload_nbytes: int = 0, request_id: int = 0) -> bytes:
+        """The start of a frame, which payload and :meth:`trailer` follow; without a payload, a whole frame.
 
         Raises:
             ProtocolError: If the message may not be sent now, is too long, or cannot be encoded: a
                 mistake of this process. Nothing was changed.
         """
         cls = type(message)
-        number = TYPE_NUMBERS.get(cls)
-        if number is None:
-            raise ProtocolError(f"{cls.__name__} has no type number, it is no message of this protocol")
-        after: State | None = self.state
-        if after is not _OPEN or cls in _HANDSHAKE_ONLY:  # else the table says: as before
-            after = _next_state(self.state, self.side, cls)
-        if after is None:
-            raise ProtocolError(f"{self.side.value} may not send {_NAMES[cls]} in state {self.state.value!r}")
+        number = NUMBERS.get(cls, 0)
+        after = self.state
+        if after is not _OPEN or cls in HANDSHAKE_ONLY or not number:  # else the table says: as before
+            after = self._state_after(cls)
         try:
             meta = _ENCODER.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise ProtocolError(f"{_NAMES[cls]} cannot be encoded: {error}") from error
-        self._check_lengths(cls, len(meta), payload_nbytes, remote=False)
+            raise ProtocolError(f"{NAMES[cls]} cannot be encoded: {error}") from error
+        meta_nbytes, flags = len(meta), self._flags
+        if payload_nbytes or self.state is not _OPEN or meta_nbytes > self.limits.max_meta_nbytes:
+            self._check_lengths(cls, meta_nbytes, payload_nbytes, remote=False)
         if cls is m.Welcome:
             self._agree_as_server(cast("m.Welcome", message))
-        flags = FLAG_TRAILER if payload_nbytes and self.checksum else 0
+            self._flags = FLAG_TRAILER if self.checksum else 0  # from the next frame on
         version = self.version or self.versions.lowest
-        header = _HEADER.pack(MAGIC, version, number, flags, request_id, len(meta), payload_nbytes)
+        head = _HEADER.pack(MAGIC, version, number, flags, request_id, meta_nbytes, payload_nbytes) + meta
         self.state = after
-        return [header, meta]
+        if flags and not payload_nbytes:
+            return head + _TRAILER.pack(xxh3_64_intdigest(head))
+        return head
+
+    def _state_after(self, cls: type[Message]) -> State:
+        if cls not in NUMBERS:
+            raise ProtocolError(f"{cls.__name__} has no type number, it is no message of this protocol")
+        after = next_state(self.state, self.side, cls)
+        if after is None:
+            raise ProtocolError(f"{self.side.value} may not send {NAMES[cls]} in state {self.state.value!r}")
+        return after
 
     @staticmethod
     def trailer(digest: int) -> bytes:
-        """The bytes that follow a payload whose xxh3_64 is ``digest``."""
+        """The bytes that end a frame whose xxh3_64, from its header to its payload, is ``digest``."""
         return _TRAILER.pack(digest)
 
     def _agree_as_server(self, welcome: m.Welcome) -> None:
@@ -299,11 +229,17 @@ class WireProtocol:
             goal = 4 if self._shaking_hands and len(self._have) < 4 else HEADER_NBYTES
             return goal - len(self._have)
         if self._phase is _AT_META:
-            assert self._header is not None
-            return self._header.meta_nbytes - len(self._have)
+            return self._end_of_meta - len(self._have)
         if self._phase is _AT_TRAILER:
             return TRAILER_NBYTES - len(self._have)
         return 0
+
+    @property
+    def _end_of_meta(self) -> int:
+        """Where the frame being received is over, up to its payload: if it has none, with its trailer."""
+        assert self._header is not None
+        end = HEADER_NBYTES + self._header.meta_nbytes
+        return end if self._header.payload_nbytes or not self._flags else end + TRAILER_NBYTES
 
     @property
     def in_frame(self) -> bool:
@@ -337,10 +273,9 @@ class WireProtocol:
         Returns:
             What they completed, if anything, and how many bytes were taken: all, if nothing was completed.
         """
-        if self.between_frames:
-            message = self._receive_whole(data)
-            if message is not None:
-                return message, self.head_nbytes
+        message = self.receive_whole(data)
+        if message is not None:
+            return message, self.head_nbytes
         taken, event = 0, None
         while event is None and (n := min(self.wanted, len(data) - taken)):
             event = self.receive(data[taken : taken + n])
@@ -352,44 +287,54 @@ class WireProtocol:
         """Whether a frame may begin, on an open connection."""
         return self._phase is _AT_HEADER and self.state is _OPEN and not self._have
 
-    def _receive_whole(self, data: memoryview) -> MessageReceived | None:
-        """The message at the start of ``data`` if it is whole and good; else the long way tells why."""
-        if len(data) < HEADER_NBYTES:
+    def receive_whole(self, data: memoryview) -> MessageReceived | None:
+        """The message at the start of ``data`` if one begins there, is whole and good, the connection open.
+
+        It took :attr:`head_nbytes` bytes. Otherwise nothing was taken, and :meth:`receive` tells why.
+        """
+        nbytes = len(data)
+        if nbytes < HEADER_NBYTES or self._phase is not _AT_HEADER or self.state is not _OPEN or self._have:
             return None
         magic, version, number, flags, request_id, meta_nbytes, payload_nbytes = _HEADER.unpack_from(data)
-        cls = _TYPES.get(number)
-        has_trailer = payload_nbytes > 0 and self.checksum
+        cls = TYPES.get(number)
         end = HEADER_NBYTES + meta_nbytes
         if (
             magic != MAGIC
             or version != self.version
-            or flags != has_trailer * FLAG_TRAILER
-            or not HEADER_NBYTES < end <= len(data)
+            or flags != self._flags
+            or not HEADER_NBYTES < end <= nbytes
             or meta_nbytes > self.limits.max_meta_nbytes
-            or cls in _HANDSHAKE_ONLY
-            or (
-                payload_nbytes
-                and not (cls in PAYLOAD_TYPES and payload_nbytes <= self.limits.max_payload_nbytes)
-            )
+            or cls in HANDSHAKE_ONLY
+        ):
+            return None
+        head = data[:end]
+        if payload_nbytes:
+            if cls not in PAYLOAD_TYPES or payload_nbytes > self.limits.max_payload_nbytes:
+                return None
+        elif flags and (
+            end + TRAILER_NBYTES > nbytes or _TRAILER.unpack_from(data, end)[0] != xxh3_64_intdigest(head)
         ):
             return None
         try:
-            message = _DECODER.decode(data[HEADER_NBYTES:end])
+            message = _DECODER.decode(head[HEADER_NBYTES:])
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
             return None
         if type(message) is not cls:
             return None
-        self._has_trailer = has_trailer
         if payload_nbytes:
             self._phase = _AT_PAYLOAD
+            if flags:
+                self.hasher = xxh3_64(head)
+        elif flags:
+            end += TRAILER_NBYTES
         self.head_nbytes = end
-        return MessageReceived(message, request_id, payload_nbytes, has_trailer)
+        return MessageReceived(message, request_id, payload_nbytes, flags != 0)
 
     def payload_taken(self) -> None:
         """Tell that the payload was received; its trailer or the next frame is wanted now."""
         if self._phase is not _AT_PAYLOAD:
             raise ProtocolError("no payload is due")
-        self._phase = _AT_TRAILER if self._has_trailer else _AT_HEADER
+        self._phase = _AT_TRAILER if self._flags else _AT_HEADER
 
     def trailer_taken(self, data: memoryview) -> int:
         """Take the whole trailer; the checksum in it."""
@@ -405,13 +350,12 @@ class WireProtocol:
                 raise self._refuse(f"does not speak kvferry: {magic_hint(bytes(have[:4]))}")
             if len(have) == HEADER_NBYTES:
                 self._header, self._phase = self._parse_header(have), _AT_META
-                have.clear()
             return None
         if self._phase is _AT_META and self._header is not None:
-            if len(have) < self._header.meta_nbytes:
+            if len(have) < self._end_of_meta:
                 return None
             self._have = bytearray()
-            return self._parse_meta(self._header, have)
+            return self._parse_message(self._header, memoryview(have))
         if self._phase is _AT_TRAILER and len(have) == TRAILER_NBYTES:
             self._have = bytearray()
             return TrailerReceived(self.trailer_taken(memoryview(have)))
@@ -421,42 +365,48 @@ class WireProtocol:
         magic, version, number, flags, request_id, meta_nbytes, payload_nbytes = _HEADER.unpack_from(data)
         if magic != MAGIC:
             raise self._refuse(f"does not speak kvferry: {magic_hint(magic)}")
-        cls = _TYPES.get(number)
+        cls = TYPES.get(number)
         handshake = self._shaking_hands
         if not handshake and version != self.version:
             raise self._refuse(f"sent a frame of version {version}, agreed was {self.version}")
         if cls is None:
             raise self._refuse(f"sent message type {number}, unknown to version {self.version or version}")
-        after = _next_state(self.state, self.side.other, cls)
+        after = next_state(self.state, self.side.other, cls)
         if after is None:
-            raise self._refuse(f"sent {_NAMES[cls]!r} in state {self.state.value!r}")
-        has_trailer = payload_nbytes > 0 and self.checksum
-        if flags != has_trailer * FLAG_TRAILER:
-            raise self._refuse(
-                f"sent {_NAMES[cls]!r} with flags {flags:#x} and {payload_nbytes} payload bytes"
-            )
+            raise self._refuse(f"sent {NAMES[cls]!r} in state {self.state.value!r}")
+        if flags != self._flags:
+            raise self._refuse(f"sent {NAMES[cls]!r} with flags {flags:#x}, expected were {self._flags:#x}")
         if meta_nbytes == 0:
-            raise self._refuse(f"sent {_NAMES[cls]!r} without meta")
+            raise self._refuse(f"sent {NAMES[cls]!r} without meta")
         self._check_lengths(cls, meta_nbytes, payload_nbytes, remote=True)
-        return _Header(cls, request_id, meta_nbytes, payload_nbytes, has_trailer, after)
+        return _Header(cls, request_id, meta_nbytes, payload_nbytes, after)
 
-    def _parse_meta(self, header: _Header, meta: memoryview | bytearray) -> MessageReceived:
-        name = _NAMES[header.cls]
+    def _parse_message(self, header: _Header, data: memoryview) -> MessageReceived:
+        """The message in ``data``, a frame up to its payload."""
+        name, flags = NAMES[header.cls], self._flags
+        head = data[: HEADER_NBYTES + header.meta_nbytes]
+        if flags and header.payload_nbytes:
+            self.hasher = xxh3_64(head)
+        elif flags:
+            found, sent = xxh3_64_intdigest(head), _TRAILER.unpack_from(data, len(head))[0]
+            if found != sent:
+                raise self._refuse(
+                    f"sent {name!r} that was damaged: xxh3_64 {found:016x}, sent was {sent:016x}"
+                )
         try:
-            message = _DECODER.decode(meta)
+            message = _DECODER.decode(head[HEADER_NBYTES:])
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise self._refuse(f"sent a malformed {name!r}: {printable(str(error))}") from error
         if type(message) is not header.cls:
-            raise self._refuse(f"sent a frame of type {name!r} that holds {_NAMES[type(message)]!r}")
+            raise self._refuse(f"sent a frame of type {name!r} that holds {NAMES[type(message)]!r}")
         self.state = header.next_state
         self._phase = _AT_PAYLOAD if header.payload_nbytes else _AT_HEADER
-        self._has_trailer = header.has_trailer
-        self.head_nbytes = HEADER_NBYTES + header.meta_nbytes
+        self.head_nbytes = len(data)
         if isinstance(message, m.Hello):
             self._agree_on_hello(message)
         elif isinstance(message, m.Welcome):
             self._agree_on_welcome(message)
-        return MessageReceived(message, header.request_id, header.payload_nbytes, header.has_trailer)
+        return MessageReceived(message, header.request_id, header.payload_nbytes, flags != 0)
 
     def _agree_on_hello(self, hello: m.Hello) -> None:
         self.version = negotiate(self.versions, Versions(hello.min_version, hello.max_version))
@@ -469,6 +419,7 @@ class WireProtocol:
             raise self._refuse("turned checksums off, which only both sides together can")
         self.version = welcome.version
         self.checksum = welcome.checksum
+        self._flags = FLAG_TRAILER if welcome.checksum else 0
 
     def _check_lengths(
         self, cls: type[Message], meta_nbytes: int, payload_nbytes: int, *, remote: bool
@@ -482,17 +433,17 @@ class WireProtocol:
         who = f"{self._peer} sent" if remote else "this side would send"
         if meta_nbytes > most:
             raise ProtocolError(
-                f"{who} {_NAMES[cls]!r} with {meta_nbytes} bytes of meta, the limit is {most}", remote=remote
+                f"{who} {NAMES[cls]!r} with {meta_nbytes} bytes of meta, the limit is {most}", remote=remote
             )
         if payload_nbytes > limits.max_payload_nbytes:
             raise ProtocolError(
-                f"{who} {_NAMES[cls]!r} with {payload_nbytes} payload bytes, "
+                f"{who} {NAMES[cls]!r} with {payload_nbytes} payload bytes, "
                 f"the limit is {limits.max_payload_nbytes} (max_payload_nbytes)",
                 remote=remote,
             )
         if payload_nbytes and cls not in PAYLOAD_TYPES:
             raise ProtocolError(
-                f"{who} {_NAMES[cls]!r} with {payload_nbytes} payload bytes, it carries none", remote=remote
+                f"{who} {NAMES[cls]!r} with {payload_nbytes} payload bytes, it carries none", remote=remote
             )
 
     def _refuse(self, what: str) -> ProtocolError:

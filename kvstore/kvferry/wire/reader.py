@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-import xxhash
-
 from kvferry.core.errors import TransferTimeoutError
 from kvferry.transports.base import Connection
-from kvferry.wire.payload import check_digest
+from kvferry.wire.payload import damaged
 from kvferry.wire.protocol import (
     HEADER_NBYTES,
     TRAILER_NBYTES,
@@ -31,7 +29,7 @@ class FrameReader:
     last one had are taken if they are there. What of a payload is received so is copied to its place.
     """
 
-    __slots__ = ("_ahead", "_connection", "_first", "_gets_more", "_last", "_protocol", "_usual")
+    __slots__ = ("_ahead", "_connection", "_first", "_gets_more", "_last", "_place", "_protocol", "_usual")
 
     def __init__(self, connection: Connection, protocol: WireProtocol) -> None:
         self._connection = connection
@@ -39,7 +37,8 @@ class FrameReader:
         # Received ahead of its use: bytes [first, last) of the buffer.
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
         self._first = self._last = 0
-        self._usual = HEADER_NBYTES  # what is asked for
+        self._usual = HEADER_NBYTES  # what is asked for, and the place for it
+        self._place = self._ahead[: self._usual]
         # whether a call brings more than its minimum, so that waiting by receiving one byte saves a call
         self._gets_more = type(connection).recv_at_least is not Connection.recv_at_least
 
@@ -57,9 +56,8 @@ class FrameReader:
         if not (ahead and deadline > time.monotonic()):
             return self._connection.wait_readable(deadline)
         # takes it at once, which saves the look before; with one byte as minimum none is lost at the deadline
-        place = self._ahead[: self._usual]
         try:
-            n = self._connection.recv_at_least(place, 1, deadline)
+            n = self._connection.recv_at_least(self._place, 1, deadline)
         except TransferTimeoutError:
             return False
         self._first, self._last = 0, n
@@ -72,47 +70,53 @@ class FrameReader:
             deadline: By which it is complete.
             ahead: ``False``: do not receive a byte behind the message.
         """
-        event, started_at = None, 0.0
+        event: MessageReceived | None = None
+        started_at = 0.0
         if self._first < self._last:
             event, started_at = self._take(), time.monotonic()
         while event is None:
             self._receive(deadline, ahead=ahead)
             started_at = started_at or time.monotonic()
             event = self._take()
-        self._usual = self._protocol.head_nbytes
+        usual = self._protocol.head_nbytes
         if 0 < event.payload_nbytes <= _SMALL_NBYTES:
-            self._usual += event.payload_nbytes + event.has_trailer * TRAILER_NBYTES
+            usual += event.payload_nbytes + event.has_trailer * TRAILER_NBYTES
+        if usual != self._usual and usual <= _AHEAD_NBYTES:
+            self._usual = usual
+            self._place = self._ahead[:usual]
         return event, started_at
 
     def _take(self) -> MessageReceived | None:
-        event, taken = self._protocol.receive_ahead(self._ahead[self._first : self._last])
+        data = self._ahead[self._first : self._last]
+        message = self._protocol.receive_whole(data)
+        if message is not None:
+            self._first += self._protocol.head_nbytes
+            return message
+        event, taken = self._protocol.receive_ahead(data)
         self._first += taken
         return event if type(event) is MessageReceived else None
 
     def _receive(self, deadline: float, *, ahead: bool) -> None:
-        most = wanted = self._protocol.wanted
-        if wanted == HEADER_NBYTES:
-            if ahead and self._usual <= _AHEAD_NBYTES:
-                most = self._usual
-        elif wanted > _AHEAD_NBYTES:
-            most = wanted = min(wanted, _META_PIECE_NBYTES)
-            if wanted > len(self._ahead):
-                self._ahead = memoryview(bytearray(_META_PIECE_NBYTES))
+        wanted = self._protocol.wanted
+        if ahead and wanted == HEADER_NBYTES:
+            place = self._place
+        else:
+            if wanted > _AHEAD_NBYTES:
+                wanted = min(wanted, _META_PIECE_NBYTES)
+                if wanted > len(self._ahead):
+                    self._ahead = memoryview(bytearray(_META_PIECE_NBYTES))
+                    self._place = self._ahead[: self._usual]
+            place = self._ahead[:wanted]
         self._first = self._last = 0
-        self._last = self._connection.recv_at_least(self._ahead[:most], wanted, deadline)
+        self._last = self._connection.recv_at_least(place, wanted, deadline)
 
     def read_payload(
-        self,
-        event: MessageReceived,
-        pieces: Iterable[list[memoryview]],
-        deadline: float,
-        *,
-        verify: bool,
+        self, event: MessageReceived, pieces: Iterable[list[memoryview]], deadline: float
     ) -> None:
         """Fill ``pieces``, which hold the whole payload of ``event``, then take the trailer.
 
         Raises:
-            CorruptBlockError: If it does not match, and was to be verified.
+            CorruptBlockError: If it does not match.
         """
         if not event.has_trailer:
             for piece in pieces:
@@ -121,7 +125,7 @@ class FrameReader:
                     self._connection.recv_into(views, deadline)
             self._protocol.payload_taken()
             return
-        trailer, digest = memoryview(bytearray(TRAILER_NBYTES)), xxhash.xxh3_64()
+        trailer, hasher = memoryview(bytearray(TRAILER_NBYTES)), self._protocol.hasher
         left = event.payload_nbytes
         for piece in pieces:
             left -= sum(map(len, piece))
@@ -130,13 +134,12 @@ class FrameReader:
                 views = self._fill(views)
             if views:
                 self._connection.recv_into(views, deadline)
-            if verify:
-                for view in piece:
-                    digest.update(view)
+            for view in piece:
+                hasher.update(view)
         self._protocol.payload_taken()
         sent = self._protocol.trailer_taken(trailer)
-        if verify:
-            check_digest(self._connection.peer_address, event, digest.intdigest(), sent)
+        if sent != hasher.intdigest():
+            raise damaged(self._connection.peer_address, event, hasher.intdigest(), sent)
 
     def _fill(self, views: list[memoryview]) -> list[memoryview]:
         """Fill the first of ``views`` with what was received ahead; what is left to be filled."""

@@ -219,9 +219,9 @@ def shaken(
     client = WireProtocol(Side.CLIENT, limits, checksum=checksum, versions=versions)
     server = WireProtocol(Side.SERVER, limits, checksum=checksum, versions=versions)
     hello = m.Hello(min_version=versions.lowest, max_version=versions.highest, session="s", checksum=checksum)
-    feed(server, b"".join(client.encode(hello)))
+    feed(server, client.encode(hello))
     welcome = m.Welcome(version=server.version, session="s", epoch="e", checksum=server.checksum)
-    feed(client, b"".join(server.encode(welcome)))
+    feed(client, server.encode(welcome))
     assert client.state is server.state is State.OPEN
     return client, server
 
@@ -253,10 +253,10 @@ def feed(protocol: WireProtocol, stream: bytes, cuts: Iterable[int] = ()) -> lis
 
 
 def frame(protocol: WireProtocol, message: Message, payload: bytes = b"", request_id: int = 0) -> bytes:
-    parts = [*protocol.encode(message, len(payload), request_id), payload]
+    data = protocol.encode(message, len(payload), request_id) + payload
     if payload and protocol.checksum:
-        parts.append(protocol.trailer(xxhash.xxh3_64_intdigest(payload)))
-    return b"".join(parts)
+        data += protocol.trailer(xxhash.xxh3_64_intdigest(data))
+    return data
 
 
 def raw_frame(
@@ -265,14 +265,20 @@ def raw_frame(
     *,
     magic: bytes = MAGIC,
     version: int = 1,
-    flags: int = 0,
+    flags: int = 1,
     request_id: int = 0,
     meta_nbytes: int | None = None,
     payload_nbytes: int = 0,
 ) -> bytes:
     """A frame written from the table in docs/wire.md, not by the code under test."""
     length = len(meta) if meta_nbytes is None else meta_nbytes
-    return struct.pack("<4sHHIQIQ", magic, version, number, flags, request_id, length, payload_nbytes) + meta
+    header = struct.pack("<4sHHIQIQ", magic, version, number, flags, request_id, length, payload_nbytes)
+    return header + meta + (checksum(header + meta) if flags & 1 and not payload_nbytes else b"")
+
+
+def checksum(data: bytes) -> bytes:
+    """The trailer of a frame."""
+    return xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
 
 
 def sender_for(cls: type[Message], protocols: tuple[WireProtocol, WireProtocol]) -> WireProtocol:
@@ -281,7 +287,7 @@ def sender_for(cls: type[Message], protocols: tuple[WireProtocol, WireProtocol])
         return WireProtocol(Side.CLIENT)
     if cls is m.Welcome:
         server = WireProtocol(Side.SERVER)
-        feed(server, b"".join(WireProtocol(Side.CLIENT).encode(_HELLO)))
+        feed(server, WireProtocol(Side.CLIENT).encode(_HELLO))
         return server
     return protocols[0]
 
@@ -299,7 +305,7 @@ def receiver_for(cls: type[Message], protocols: tuple[WireProtocol, WireProtocol
 def handshake_by_hand(sock: socket.socket) -> None:
     """Be a server: take the hello, answer with a welcome, byte by byte as documented."""
     head = read_exactly(sock, 32)
-    read_exactly(sock, int.from_bytes(head[20:24], "little"))
+    read_exactly(sock, int.from_bytes(head[20:24], "little") + 8)
     send_raw(sock, 2, m.Welcome(version=1, session="raw", epoch="e", received_at=1000.0, sent_at=1000.0))
 
 
@@ -316,11 +322,14 @@ def read_exactly(sock: socket.socket, nbytes: int) -> bytes:
 def send_raw(
     sock: socket.socket, number: int, message: m.Message, payload: bytes = b"", trailer: bytes | None = None
 ) -> None:
+    data = raw(number, message, payload)
+    sock.sendall(data + (checksum(data) if trailer is None else trailer))
+
+
+def raw(number: int, message: m.Message, payload: bytes = b"") -> bytes:
+    """A frame up to its trailer."""
     meta = msgspec.msgpack.encode(message)
-    header = struct.pack("<4sHHIQIQ", b"KVFY", 1, number, bool(payload), 7, len(meta), len(payload))
-    if trailer is None:
-        trailer = xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") if payload else b""
-    sock.sendall(header + meta + payload + trailer)
+    return struct.pack("<4sHHIQIQ", b"KVFY", 1, number, 1, 7, len(meta), len(payload)) + meta + payload
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -352,6 +361,7 @@ class RawPeer:
     """A server of three functions over a plain socket."""
 
     handshake_by_hand = staticmethod(handshake_by_hand)
+    raw = staticmethod(raw)
     send_raw = staticmethod(send_raw)
 
 

@@ -35,7 +35,7 @@ def test_the_example_is_a_ping() -> None:
     server = WireProtocol(Side.SERVER)
     server.state, server.version = State.OPEN, 1
     assert server.receive(data[:32]) is None
-    assert server.receive(data[32:]) == MessageReceived(m.Ping(), 7, 0, False)
+    assert server.receive(data[32:]) == MessageReceived(m.Ping(), 7, 0, True)
 
 
 def test_the_limits() -> None:
