@@ -298,7 +298,7 @@ def test_close_in_mid_frame(end: DecodeEnd, store: MemoryStore, kv: PromptKV, ch
     receiver = _opened(channel, end, kv)
     # A frame whose second half never comes: the header promises more than is sent.
     frame = channel._protocol.encode(PutLayer(layer=0, blocks=(0, 1, 2)), 2 * 512 + 256, 0)
-    channel._connection.send([*frame, bytes(100)], deadline_in(5))
+    channel._connection.send([frame, bytes(100)], deadline_in(5))
     receiver.close()
     _nothing_left(end, store, kv)
 
