@@ -11,7 +11,7 @@ from kvferry.bench.pairing import MIN_RUNS, Progress
 from kvferry.bench.results import Param, Result
 from kvferry.core.errors import UnknownPluginError
 
-__all__ = ["GROUPS", "Group", "Options", "run_group"]
+__all__ = ["GROUPS", "Comparison", "Group", "Options", "run_group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,23 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """A table for people with one row a subject and its figures as columns.
+
+    Attributes:
+        title: Above it.
+        row: The parameter that names the subject.
+        columns: Last parts of the names of scenarios; their results are shown here only.
+        repeated: The same, of results that also have a row in the table of all others.
+    """
+
+    title: str
+    row: str
+    columns: tuple[str, ...]
+    repeated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Benchmarks that run together under ``kvferry bench NAME``."""
 
@@ -42,6 +59,7 @@ class Group:
     summary: str
     scenarios: tuple[str, ...]
     runner: str  # "module:function", imported when it runs
+    comparison: Comparison | None = None
 
 
 GROUPS: dict[str, Group] = {
@@ -69,6 +87,20 @@ GROUPS: dict[str, Group] = {
         summary="codecs on the KV of a model: size, speed against memory, and what they do to its answers",
         scenarios=("codec.<id>.ratio", "codec.<id>.encode", "codec.<id>.decode", "codec.<id>.<quality>"),
         runner="kvferry.bench.scenarios.codec:run",
+        comparison=Comparison(
+            title="what codecs do to K, V and the answers: medians of the texts (quartiles)",
+            row="codec",
+            columns=(
+                "relative_l2_k",
+                "relative_l2_v",
+                "max_error",
+                "kl",
+                "top1",
+                "perplexity",
+                "out_of_bound",
+            ),
+            repeated=("ratio",),
+        ),
     ),
     "store": Group(
         name="store",

@@ -1,4 +1,4 @@
-"""Results as a table for people."""
+"""Results as tables for people."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.results import Result
+from kvferry.bench.registry import Comparison
+from kvferry.bench.results import Param, Result
 
-__all__ = ["print_table"]
+__all__ = ["print_report", "print_table"]
 
 
 def _figure(value: float) -> str:
@@ -24,6 +25,45 @@ def _against(result: Result) -> str:
         times = f"{ratio:.2f} ({low:.2f} to {high:.2f}) x " if ratio is not None else ""
         lines.append(f"{times}{name} = {_figure(baseline)}")
     return "\n".join(lines)
+
+
+def print_report(results: Sequence[Result], console: Console, comparison: Comparison | None = None) -> None:
+    """Print what ``comparison`` takes as a table of its own, and all others as :func:`print_table`."""
+    compared = [r for r in results if comparison is not None and _last(r) in comparison.columns]
+    others = [r for r in results if r not in compared]
+    if others:
+        print_table(others, console)
+    if comparison is not None and compared:
+        repeated = [r for r in others if _last(r) in comparison.repeated]
+        _print_comparison(comparison, [*repeated, *compared], console)
+
+
+def _print_comparison(comparison: Comparison, results: Sequence[Result], console: Console) -> None:
+    columns = dict.fromkeys((_last(r), r.unit) for r in results)
+    rows: dict[Param, dict[str, Result]] = {}
+    for result in results:
+        rows.setdefault(result.params[comparison.row], {})[_last(result)] = result
+    shared = {k: v for k, v in results[-1].params.items() if k != comparison.row}
+    caption = " ".join(f"{k}={v}" for k, v in shared.items())
+    table = Table(title=comparison.title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column(comparison.row, no_wrap=True)
+    for name, unit in columns:
+        table.add_column(f"{name.replace('_', ' ')}\n[dim]{unit}[/dim]", overflow="fold")
+    for subject, found in rows.items():
+        table.add_row(f"[bold]{subject}[/bold]", *(_cell(found.get(name)) for name, _ in columns))
+    console.print(table)
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return ""
+    low, high = map(_figure, result.spread)
+    spread = "" if low == high else f"\n[dim]{low} to {high}[/dim]"
+    return _figure(result.value) + spread
+
+
+def _last(result: Result) -> str:
+    return result.scenario.rpartition(".")[2]
 
 
 def print_table(results: Sequence[Result], console: Console) -> None:

@@ -259,8 +259,8 @@ def _run(group: str, options: Options, *, as_json: bool) -> None:
     """Run a group with progress on standard error; results go to standard output."""
     from rich.console import Console
 
-    from kvferry.bench.registry import run_group
-    from kvferry.bench.report import print_table
+    from kvferry.bench.registry import GROUPS, run_group
+    from kvferry.bench.report import print_report
     from kvferry.cli.progress import progress_lines
 
     # SIGTERM ends it as an exit, so that child processes and folders go with it.
@@ -274,4 +274,5 @@ def _run(group: str, options: Options, *, as_json: bool) -> None:
     if not as_json:
         console = Console()
         # nobody's terminal: nothing is cut
-        print_table(results, console if console.is_terminal else Console(width=_WIDTH))
+        shown = console if console.is_terminal else Console(width=_WIDTH)
+        print_report(results, shown, GROUPS[group].comparison)

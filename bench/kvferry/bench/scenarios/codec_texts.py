@@ -6,6 +6,7 @@ import _pydecimal
 import argparse
 import html.entities
 import inspect
+import pydoc
 import pydoc_data.topics
 from pathlib import Path
 from typing import Final
@@ -13,7 +14,6 @@ from typing import Final
 import numpy as np
 
 from kvferry.core.errors import ConfigError
-from kvferry.engine.demo.conversation import load_script
 
 __all__ = ["OWN_TEXTS", "texts"]
 
@@ -53,11 +53,11 @@ def _own() -> dict[str, str]:
     return {
         "prose": "\n\n".join(topics[name] for name in sorted(topics)),
         "code": inspect.getsource(argparse),
-        "licence": load_script(None).text,
+        "reference": "\n\n".join(pydoc.plain(pydoc.render_doc(kind)) for kind in (str, dict, int)),
         "arithmetic": inspect.getsource(_pydecimal),
         "manual": "\n\n".join(_documented(name) for name in _NUMPY),
         "table": "\n".join(
-            f"{name}\t{code}\t{chr(code)}" for name, code in html.entities.name2codepoint.items()
+            f"{name}\t{value}\tU+{ord(value[0]):04X}" for name, value in html.entities.html5.items()
         ),
     }
 
