@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from kvferry.bench.registry import Options, run_group
+from kvferry.bench.results import Param
 from kvferry.core.errors import ConfigError
 
 MAIN = "from kvferry.cli import main; main()"
@@ -84,7 +85,7 @@ def test_what_cannot_be_measured(params: dict[str, str | int], message: str) -> 
 
 
 def test_only_quality(text: str) -> None:
-    params = {
+    params: dict[str, Param | None] = {
         "model": "tiny",
         "tokens": 64,
         "slice_tokens": 32,

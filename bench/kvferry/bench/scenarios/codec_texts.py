@@ -49,16 +49,14 @@ def texts(files: tuple[str, ...], number: int) -> dict[str, str]:
 
 
 def _own() -> dict[str, str]:
-    topics = pydoc_data.topics.topics
+    topics, entities = pydoc_data.topics.topics, html.entities.html5.items()
     return {
         "prose": "\n\n".join(topics[name] for name in sorted(topics)),
         "code": inspect.getsource(argparse),
         "reference": "\n\n".join(pydoc.plain(pydoc.render_doc(kind)) for kind in (str, dict, int)),
         "arithmetic": inspect.getsource(_pydecimal),
         "manual": "\n\n".join(_documented(name) for name in _NUMPY),
-        "table": "\n".join(
-            f"{name}\t{value}\tU+{ord(value[0]):04X}" for name, value in html.entities.html5.items()
-        ),
+        "table": "\n".join(f"{name}\t{value}\tU+{ord(value[0]):04X}" for name, value in entities),
     }
 
 
