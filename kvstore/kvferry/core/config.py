@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from kvferry.core.config_tiers import TierConfig
 from kvferry.core.config_types import Kind, Nbytes, Policy, Seconds, Section, Url
 from kvferry.core.errors import ConfigError
+from kvferry.core.trusted_peers import TrustedPeers
 
 __all__ = [
     "Config",
@@ -90,6 +91,30 @@ class StreamConfig(Section):
         default=False,
         description="Whether auto may take lossy codecs, and decode accepts them; a lossy codec implies it.",
     )
+    regions: str = Field(
+        default="",
+        max_length=64,
+        description="Region transport that prefill writes into decode's memory with: mooncake.",
+    )
+    trusted_peers: tuple[str, ...] = Field(
+        default=(),
+        max_length=1024,
+        description="Hosts and networks that windows are opened to, and whose windows are written.",
+    )
+    region_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        max_length=255,
+        description="Where peers reach the region transport.",
+    )
+    region_wire: Literal["tcp", "rdma"] = Field(
+        default="tcp", description="What the region transport moves bytes over."
+    )
+
+    @field_validator("trusted_peers")
+    @classmethod
+    def _hosts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return TrustedPeers(names).names
 
 
 class StoreConfig(Section):

@@ -13,9 +13,9 @@ from functools import cached_property
 from kvferry.core.errors import ProtocolError
 from kvferry.core.keys import BlockKey, split_keys
 from kvferry.core.spec import SLICE_ALIGNMENT, KeyScope, KVSpec, LayerSpec, TensorSpec
-from kvferry.wire.messages import BeginStream
+from kvferry.wire.messages import BeginStream, StreamReady
 
-__all__ = ["MAX_NAME", "StreamLayout", "checked_keys", "clean_error", "describe_mismatch"]
+__all__ = ["MAX_NAME", "StreamLayout", "checked_keys", "checked_missing", "clean_error", "describe_mismatch"]
 
 MAX_NAME = 256
 """Characters of a stream's name, at most."""
@@ -120,6 +120,22 @@ def checked_keys(begin: BeginStream, who: str) -> list[BlockKey]:
     if len(set(keys)) != len(keys):
         raise ProtocolError(f"{who}: {len(keys) - len(set(keys))} keys are named twice", remote=True)
     return keys
+
+
+def checked_missing(ready: StreamReady, layout: StreamLayout, who: str) -> frozenset[int]:
+    """The full blocks that a receiver asks for; ``who`` is the stream, for messages.
+
+    Raises:
+        ProtocolError: If its answer makes no sense.
+    """
+    missing = frozenset(ready.missing)
+    wrong = [b for b in missing if not 0 <= b < layout.full_blocks]
+    if wrong or ready.ring < 1:
+        raise ProtocolError(
+            f"{who}: the receiver asks for blocks {wrong[:8]} of 0..{layout.full_blocks - 1} "
+            f"and grants a ring of {ready.ring}; it must name blocks of this stream and grant at least 1"
+        )
+    return missing
 
 
 def _field_differences(left: object, right: object, names: tuple[str, ...]) -> list[str]:

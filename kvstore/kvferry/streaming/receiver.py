@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +23,8 @@ from kvferry.core.errors import (
 from kvferry.streaming.arrivals import Arrivals, LayerMessage
 from kvferry.streaming.codec import StreamCodec
 from kvferry.streaming.decoding import SliceDecoder
+from kvferry.streaming.grants import OpenSlots, SlotGrant
 from kvferry.streaming.layout import MAX_NAME, StreamLayout, checked_keys, clean_error, describe_mismatch
-from kvferry.streaming.segments import SegmentGrant, writers_word
 from kvferry.streaming.slots import BlockSlots
 from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import (
@@ -68,7 +67,7 @@ class LayerReceiver:
         begin: The opening message.
         ring: Layer frames that the sender may have under way unacknowledged.
         reserve_timeout_s: How long to wait for room in the store.
-        grant: Lets a sender on the same machine write into the slots itself, if it can.
+        grant: Lets the sender write into the slots itself, if it can.
         codec: Whether lossy codecs are accepted; by default only lossless ones.
     """
 
@@ -80,7 +79,7 @@ class LayerReceiver:
         *,
         ring: int = 8,
         reserve_timeout_s: float = 5.0,
-        grant: SegmentGrant | None = None,
+        grant: SlotGrant | None = None,
         codec: StreamCodec | None = None,
     ) -> None:
         self._channel = channel
@@ -94,7 +93,8 @@ class LayerReceiver:
         self._decoding = contextlib.ExitStack()
         self._placed: frozenset[int] = frozenset()  # blocks whose slots the sender may write
         self._writing = contextlib.ExitStack()
-        self._writer = -1
+        self._open_slots: OpenSlots | None = None
+        self._needs_word = False
         self._layout = StreamLayout(namespace.spec, 0, 0)
         self._cond = threading.Condition()
         self._slots: BlockSlots | None = None
@@ -198,13 +198,16 @@ class LayerReceiver:
             ready = StreamReady(missing=tuple(sorted(slots.missing)), ring=self._ring)
             self._channel.send(ready, deadline=self._deadline)
 
-    def _grant_slots(self, grant: SegmentGrant, slots: BlockSlots) -> None:
-        """Let the sender write into the slots; from here on they wait for its word before they are used."""
-        placed = slots.addresses()
-        if not placed or (process := grant.begin(slots.writing(), self._writing)) is None:
+    def _grant_slots(self, grant: SlotGrant, slots: BlockSlots) -> None:
+        """Let the sender write into the slots; from here on they are used again only once it does not."""
+        if not (placed := slots.addresses()):
             return
-        self._writer, self._placed = process, frozenset(placed)
-        grant.send(placed, self._deadline)
+        self._writing.enter_context(slots.writing())
+        if (opened := grant.prepare(placed)) is None:
+            self._writing.pop_all().close()
+            return
+        self._open_slots, self._needs_word, self._placed = opened, opened.needs_word, opened.blocks
+        opened.send(self._deadline)
 
     # ---- receiving ------------------------------------------------------------------------------
 
@@ -274,9 +277,9 @@ class LayerReceiver:
             until = earliest(deadline, slots.renew_at)
             # with slots that the sender writes, close() cannot cut the channel to wake this thread
             incoming = self._channel.receive_idle(
-                earliest(until, deadline_in(_LOOK_S)) if self._placed or self._decoder else until
+                earliest(until, deadline_in(_LOOK_S)) if self._needs_word or self._decoder else until
             )
-            if self._placed and self._error is not None:
+            if self._needs_word and self._error is not None:
                 raise clean_error(self._error)
             if self._decoder is not None:
                 self._decoder.check()
@@ -448,7 +451,7 @@ class LayerReceiver:
         self._end(error)
         if not running:
             self._end_writing(error)
-        elif not self._placed or not self._ended_within(_CLOSE_TIMEOUT_S):  # else run() ends by itself
+        elif not self._needs_word or not self._ended_within(_CLOSE_TIMEOUT_S):  # else run() ends by itself
             self._channel.abort()
             if not self._ended_within(_CLOSE_TIMEOUT_S):
                 _log.error("%s: run() does not end; its slots stay quarantined", self)
@@ -458,18 +461,14 @@ class LayerReceiver:
             return self._cond.wait_for(lambda: not self._running, seconds)
 
     def _end_writing(self, error: BaseException | None) -> None:
-        """Nobody writes into the slots any more, or after an error, once the sender says so or has ended."""
+        """Nobody writes into the slots any more, or soon, as the grant has it."""
         with self._cond:
-            writing, process = self._writing.pop_all(), self._writer
-            self._writer = -1
-        if process < 0:
-            writing.close()
-        elif error is None or writers_word(self._channel, error):
-            os.close(process)
+            writing, opened = self._writing.pop_all(), self._open_slots
+            self._open_slots = None
+        if opened is None:
             writing.close()
         else:
-            assert self._grant is not None
-            self._grant.hold(process, writing)
+            opened.end(writing, error)
 
     def _end(self, error: BaseException) -> None:
         """Keep the first error, give the slots back, wake everybody; does nothing once published."""

@@ -13,7 +13,6 @@ import os
 import select
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +23,7 @@ from kvferry.core.segments import Slot
 from kvferry.wire import SHARED_ARENA, ArenaOffer, Channel, can_share_arena
 from kvferry.wire.messages import AbortStream, FinishStream, PlacedSlot, StreamSlots
 
-__all__ = ["STREAM_CAPABILITIES", "STREAM_SEGMENTS", "SegmentGrant", "WriterWatch", "writers_word"]
+__all__ = ["STREAM_CAPABILITIES", "STREAM_SEGMENTS", "SegmentGrant", "WriterWatch"]
 
 _log = logging.getLogger(__name__)
 STREAM_SEGMENTS: Final = "stream_segments"
@@ -128,22 +127,13 @@ class SegmentGrant:
             and self._watch.trusts(pid)
         )
 
-    def begin(self, writing: AbstractContextManager[None], held: contextlib.ExitStack) -> int | None:
-        """Enter ``writing`` into ``held`` if the sender's process can be watched.
-
-        Returns:
-            A descriptor of the process, the caller's; ``None`` if it is gone or cannot be had.
-        """
+    def prepare(self, slots: Mapping[int, Slot]) -> _OpenSlots | None:
+        """What lets the sender write into these slots; ``None`` if its process cannot be watched."""
         try:
             process = os.pidfd_open(self._channel.peer_pid or 0)
         except (OSError, ValueError):
             return None
-        try:
-            held.enter_context(writing)
-        except BaseException:
-            os.close(process)
-            raise
-        return process
+        return _OpenSlots(self, slots, process)
 
     def send(self, slots: Mapping[int, Slot], deadline: float) -> None:
         """Announce the segments, and where each block of the stream lies.
@@ -158,12 +148,37 @@ class SegmentGrant:
         )
         self._channel.send(StreamSlots(epoch=self._arena.epoch, slots=placed), deadline=deadline)
 
-    def hold(self, pidfd: int, writing: contextlib.ExitStack) -> None:
-        """See :meth:`WriterWatch.hold`."""
-        self._watch.hold(self._channel.peer_pid or 0, pidfd, writing)
+    def end(self, process: int, writing: contextlib.ExitStack, error: BaseException | None) -> None:
+        """Close ``writing`` once nobody writes: the sender has said so, or its process has ended."""
+        if error is None or _writers_word(self._channel, error):
+            os.close(process)
+            writing.close()
+        else:
+            self._watch.hold(self._channel.peer_pid or 0, process, writing)
 
 
-def writers_word(channel: Channel, error: BaseException) -> bool:
+class _OpenSlots:
+    """The slots of one stream that its sender may write."""
+
+    needs_word = True
+    """Without a word of the sender only the end of its process frees the slots."""
+
+    def __init__(self, grant: SegmentGrant, slots: Mapping[int, Slot], process: int) -> None:
+        self.blocks = frozenset(slots)
+        self._grant = grant
+        self._slots = slots
+        self._process = process
+
+    def send(self, deadline: float) -> None:
+        """Announce the slots."""
+        self._grant.send(self._slots, deadline)
+
+    def end(self, writing: contextlib.ExitStack, error: BaseException | None) -> None:
+        """See :meth:`SegmentGrant.end`."""
+        self._grant.end(self._process, writing, error)
+
+
+def _writers_word(channel: Channel, error: BaseException) -> bool:
     """Tell the sender that the stream is over, and wait for its word that it writes no more.
 
     Returns:

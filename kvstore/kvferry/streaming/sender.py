@@ -25,9 +25,11 @@ from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.streaming.codec import LinkCodec
 from kvferry.streaming.cutting import PartCutter
-from kvferry.streaming.delivery import Delivery, FrameDelivery, LayerPart, SegmentDelivery
+from kvferry.streaming.delivery import Delivery, FrameDelivery, LayerPart
 from kvferry.streaming.encoding import PartEncoder
-from kvferry.streaming.layout import StreamLayout, clean_error
+from kvferry.streaming.layout import StreamLayout, checked_missing, clean_error
+from kvferry.streaming.windows import placed_delivery
+from kvferry.transports.region import RegionTransport
 from kvferry.wire import Channel, SharedArena
 from kvferry.wire.messages import (
     AbortStream,
@@ -42,6 +44,7 @@ from kvferry.wire.messages import (
     StreamDone,
     StreamReady,
     StreamSlots,
+    StreamWindows,
 )
 
 __all__ = ["LayerSender"]
@@ -76,6 +79,8 @@ class LayerSender:
             receiver's slots where it grants them (both ends name :data:`STREAM_CAPABILITIES`).
         codec: How layers are encoded on this link, as far as the receiver can decode it; what is written
             into its slots is not.
+        regions: The endpoint of a region transport; with it, KV is written into windows that the receiver
+            opens (this end names :func:`windows_capability`).
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class LayerSender:
         max_frame_nbytes: int = 32 << 20,
         arena: SharedArena | None = None,
         codec: LinkCodec | None = None,
+        regions: RegionTransport | None = None,
     ) -> None:
         self._channel = channel
         self._spec = spec
@@ -99,7 +105,9 @@ class LayerSender:
         self._arena = arena
         self._by_frame: Delivery = FrameDelivery(channel)
         self._granted: StreamSlots | None = None
-        self._by_segment: Delivery | None = None
+        self._regions = regions
+        self._windows: StreamWindows | None = None
+        self._placing: Delivery | None = None
         self._codec = codec
         self._encoder: PartEncoder | None = None
         self._layout = StreamLayout(spec, 0, 0)
@@ -189,19 +197,21 @@ class LayerSender:
 
     def _open(self, opening: BeginStream, deadline: float) -> StreamReady:
         """Send the opening message; what comes before its answer is about the receiver's memory."""
-        if self._arena is None:
+        if self._arena is None and self._regions is None:
             return self._channel.call(opening, StreamReady, deadline=deadline)
         self._channel.send(opening, deadline=deadline)
         while True:
             incoming = self._channel.receive(deadline)
             message = incoming.message
-            if isinstance(message, ArenaSegments):
+            if isinstance(message, ArenaSegments) and self._arena is not None:
                 try:
                     self._arena.take(self._channel, incoming, deadline)
                 except StoreError as error:
                     _log.warning("%s: KV goes by frames: %s", self, error)
             elif isinstance(message, StreamSlots):
                 self._granted = message
+            elif isinstance(message, StreamWindows):
+                self._windows = message
             elif isinstance(message, StreamReady):
                 return message
             elif isinstance(message, Failure):
@@ -210,23 +220,18 @@ class LayerSender:
                 raise ProtocolError(f"{self}: the receiver answered with {message!r}", remote=True)
 
     def _accepted(self, ready: StreamReady, codecs: Sequence[str]) -> frozenset[int]:
-        missing = frozenset(ready.missing)
-        wrong = [b for b in missing if not 0 <= b < self._layout.full_blocks]
-        if wrong or ready.ring < 1:
-            raise ProtocolError(
-                f"{self}: the receiver asks for blocks {wrong[:8]} of 0..{self._layout.full_blocks - 1} "
-                f"and grants a ring of {ready.ring}; it must name blocks of this stream and grant at least 1"
-            )
+        missing = checked_missing(ready, self._layout, str(self))
         self._wanted = missing | ({self._layout.full_blocks} if self._layout.tail_tokens else set())
         self._cutter = PartCutter(
             self._layout, self._wanted, self._delivery, self._max_frame_nbytes, str(self)
         )
         self._ring = ready.ring
-        if self._arena is not None and self._arena.epoch and self._granted is not None:
-            self._by_segment = SegmentDelivery(
-                self._channel, self._arena.map, self._granted, self._spec, missing
-            )
-        elif self._codec is not None and codecs:
+        self._placing = placed_delivery(
+            self._channel, self._spec, missing,
+            arena=self._arena, slots=self._granted, regions=self._regions, windows=self._windows,
+            stopped=lambda: self._error is not None,
+        )  # fmt: skip
+        if self._placing is None and self._codec is not None and codecs:
             self._encoder = PartEncoder(
                 self._codec, self._layout, self._channel, self._cond,
                 forward=self._queue.append, failed=self._fail_and_cut,
@@ -283,7 +288,7 @@ class LayerSender:
                 self._cond.notify_all()
 
     def _delivery(self, block: int) -> Delivery:
-        placed = self._by_segment
+        placed = self._placing
         return placed if placed is not None and placed.takes(block) else self._by_frame
 
     # ---- the background threads -----------------------------------------------------------------

@@ -13,11 +13,16 @@ from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.streaming import (
     STREAM_CAPABILITIES,
     LayerReceiver,
+    RegionGrant,
     SegmentGrant,
+    SlotGrant,
     StreamCodec,
+    WindowKeeper,
     WriterWatch,
     codec_capabilities,
+    windows_capability,
 )
+from kvferry.transports.region import RegionTransport
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire.messages import BeginStream
 
@@ -37,6 +42,7 @@ class DecodeEnd:
         checksum: Whether this end asks for checksums.
         codec: Which codecs are accepted; with none, this end decodes none.
         segments: Whether senders on this machine may write into the slots; takes a store in memory.
+        regions: An endpoint over which senders may write into the slots; takes a store in memory.
     """
 
     def __init__(
@@ -50,11 +56,15 @@ class DecodeEnd:
         timeout_s: float = 30.0,
         checksum: bool = True,
         segments: bool = False,
+        regions: RegionTransport | None = None,
         codec: StreamCodec | None = None,
     ) -> None:
         self._codec = codec
-        self._arena = store.arena if segments and isinstance(store, MemoryStore) else None
+        self._arena = store.arena if isinstance(store, MemoryStore) else None
+        self._segments = segments and self._arena is not None
+        self._regions = regions
         self.watch = WriterWatch()
+        self.keeper = WindowKeeper()
         self.namespace = store.namespace(spec, scope)
         self._ring = ring
         self._timeout_s = timeout_s
@@ -109,16 +119,25 @@ class DecodeEnd:
             return self._errors.pop(0)
 
     def _options(self, role: str) -> ChannelOptions:
-        capabilities: tuple[str, ...] = STREAM_CAPABILITIES if self._arena is not None else ()
+        capabilities: tuple[str, ...] = STREAM_CAPABILITIES if self._segments else ()
+        if self._regions is not None:
+            capabilities += (windows_capability(self._regions),)
         if self._codec is not None:
             capabilities += codec_capabilities()
         return ChannelOptions(
             role=role, session=f"{role}-end", checksum=self._checksum, capabilities=capabilities
         )
 
+    def _grant(self, channel: Channel) -> SlotGrant | None:
+        if self._arena is None:
+            return None
+        if self._regions is not None:
+            return RegionGrant(channel, self._arena, self._regions, self.keeper)
+        return SegmentGrant(channel, self._arena, self.watch) if self._segments else None
+
     def _serve(self, channel: Channel) -> None:
         """Streams of one connection, one after the other."""
-        grant = SegmentGrant(channel, self._arena, self.watch) if self._arena is not None else None
+        grant = self._grant(channel)
         while True:
             try:
                 message = channel.receive(deadline_in(self._timeout_s)).message

@@ -49,6 +49,7 @@ __all__ = [
     "StreamDone",
     "StreamReady",
     "StreamSlots",
+    "StreamWindows",
     "TokensOut",
     "Welcome",
 ]
@@ -287,6 +288,17 @@ class EncodedAck(Message, frozen=True, tag="encoded_ack"):
     decode_s: Seconds = 0.0
 
 
+class StreamWindows(Message, frozen=True, tag="stream_windows"):
+    """Receiver → sender, before :class:`StreamReady`: windows of a region transport onto its slots.
+
+    The sender may write them itself. They are closed when the stream ends, whatever the sender does.
+    """
+
+    transport: str
+    grants: tuple[bytes, ...]
+    slots: tuple[tuple[Count, Count, Count], ...]  # block, number of its window, offset in it
+
+
 # ---- engine: gateway and workers -------------------------------------------------------------
 
 
@@ -467,33 +479,8 @@ class ArenaSegments(Message, frozen=True, tag="arena_segments"):
 
 
 AnyMessage: TypeAlias = (
-    Hello
-    | Welcome
-    | Failure
-    | Ping
-    | Pong
-    | BeginStream
-    | StreamReady
-    | PutLayer
-    | LayerAck
-    | FinishStream
-    | StreamDone
-    | AbortStream
-    | StreamSlots
-    | LayerPlaced
-    | PutEncoded
-    | EncodedAck
-    | Describe
-    | Description
-    | Prefill
-    | PrefillDone
-    | Generate
-    | GenerateReady
-    | TokensOut
-    | Finished
-    | Cancel
-    | Status
-    | StatusReport
-    | AttachArena
-    | ArenaSegments
-)
+    Hello | Welcome | Failure | Ping | Pong | BeginStream | StreamReady | PutLayer | LayerAck
+    | FinishStream | StreamDone | AbortStream | StreamSlots | LayerPlaced | PutEncoded | EncodedAck
+    | StreamWindows | Describe | Description | Prefill | PrefillDone | Generate | GenerateReady
+    | TokensOut | Finished | Cancel | Status | StatusReport | AttachArena | ArenaSegments
+)  # fmt: skip

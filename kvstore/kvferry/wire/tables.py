@@ -43,6 +43,7 @@ TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
         m.LayerPlaced: 24,
         m.PutEncoded: 25,
         m.EncodedAck: 26,
+        m.StreamWindows: 27,
         m.Describe: 32,
         m.Description: 33,
         m.Prefill: 34,

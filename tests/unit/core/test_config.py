@@ -75,6 +75,11 @@ def _plan(field: FieldInfo, kind: object) -> Plan:
         return Plan([Example(text, tables, tiers)], bad)
     if any(isinstance(m, Policy) for m in field.metadata):
         return Plan([Example("s3fifo", '"s3fifo"', "s3fifo")], ["some text", ""])
+    if get_origin(kind) is tuple and url is None:
+        hosts = ("10.1.0.0/16", "node-7")
+        return Plan(
+            [Example("10.1.0.0/16, node-7", '["10.1.0.0/16", "node-7"]', hosts)], ["10.1.0.1/16", "a b"]
+        )
     if get_origin(kind) is tuple:
         assert url is not None
         value = (f"{url.default_scheme}://a:1", f"{url.default_scheme}://b:{url.default_port}")

@@ -21,12 +21,12 @@ from kvferry.core.arena import Arena
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import AuthError, ConfigError, ProtocolError, TransportError
+from kvferry.core.trusted_peers import TrustedPeers
 from kvferry.transports.mooncake import MooncakeRegions, shared_memory, unavailable
 from kvferry.transports.mooncake.aliases import AliasArea
 from kvferry.transports.mooncake.engine import Engine
 from kvferry.transports.mooncake.grants import MAX_GRANT_NBYTES, Move, WindowGrant
 from kvferry.transports.region import Access, RegionPart
-from kvferry.transports.trusted_peers import TrustedPeers
 
 PAGE = mmap.PAGESIZE
 needs_library = pytest.mark.skipif(bool(unavailable()) and "CI" not in os.environ, reason=unavailable())
@@ -195,7 +195,7 @@ def test_trusted_peers() -> None:
     for other in ("10.2.0.1", "192.168.0.50", "node-77", "::1", "", "127.0.0.1", 5):
         assert other not in peers
     assert not TrustedPeers([])
-    for wrong in ("", "10.1.0.1/16", "10.1.0.0/99", "name/8"):
+    for wrong in ("", "10.1.0.1/16", "10.1.0.0/99", "name/8", '["10.1.0.1"]', "two names"):
         with pytest.raises(ConfigError, match="trusted_peers"):
             TrustedPeers([wrong])
 

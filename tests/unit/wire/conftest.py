@@ -183,6 +183,10 @@ def _examples() -> list[Example]:
         Example("layer_placed", m.LayerPlaced(layer=1, blocks=(0, 3))),
         Example("put_encoded", m.PutEncoded(layer=1, blocks=(0, 3)), bytes(range(100))),
         Example("encoded_ack", m.EncodedAck(decode_s=0.25)),
+        Example(
+            "stream_windows",
+            m.StreamWindows(transport="mooncake", grants=(b"KVMC", b"\x00\xff"), slots=((3, 1, 1 << 20),)),
+        ),
         Example("attach_arena", m.AttachArena(epoch="e1", known=2), b"", 5),
         Example(
             "arena_segments",

@@ -74,7 +74,12 @@ class RegionTransfer(ABC):
 
 
 class RegionTransport(ABC):
-    """One endpoint of one process: opens windows and works on those of others. Thread safe."""
+    """One endpoint of one process: opens windows and works on those of others. Thread safe.
+
+    The constructor of a plug-in takes, as keywords, ``trusted_peers`` (see
+    :class:`~kvferry.core.trusted_peers.TrustedPeers`), ``host`` (where peers reach this process) and ``wire``
+    (``tcp`` or ``rdma``).
+    """
 
     name: ClassVar[str]
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -25,8 +26,8 @@ from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
 from kvferry.store import open_store
-from kvferry.streaming import STREAM_CAPABILITIES, StreamCodec, codec_capabilities
-from kvferry.transports import recent_choices
+from kvferry.streaming import STREAM_CAPABILITIES, STREAM_WINDOWS, StreamCodec, codec_capabilities
+from kvferry.transports import RegionTransport, recent_choices, region_registry
 from kvferry.transports import registry as transports
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
@@ -38,6 +39,7 @@ __all__ = [
     "check_lengths",
     "listen",
     "load_engine",
+    "open_regions",
     "stream_codec",
 ]
 
@@ -196,8 +198,28 @@ def _max_model_len(config: Config, shape: ModelConfig, kv: PagedKV) -> int:
     return asked
 
 
+def open_regions(config: Config) -> RegionTransport | None:
+    """The endpoint of the region transport that is configured; ``None`` if there is none.
+
+    Raises:
+        ConfigError: If it does not exist, lacks a library, or trusts nobody.
+        TransportError: If it does not start.
+    """
+    stream = config.stream
+    if not stream.regions:
+        return None
+    if not stream.trusted_peers:
+        raise ConfigError(
+            f"stream.regions={stream.regions} needs stream.trusted_peers: name the hosts or networks of the "
+            "other workers"
+        )
+    make = cast("Callable[..., RegionTransport]", region_registry.load(stream.regions))
+    return make(trusted_peers=stream.trusted_peers, host=stream.region_host, wire=stream.region_wire)
+
+
 def channel_options(config: Config, role: str) -> ChannelOptions:
     """What this process says of itself on every connection."""
+    regions = (f"{STREAM_WINDOWS}:{config.stream.regions}",) if config.stream.regions else ()
     wire = config.wire
     session = f"{role}-{socket.gethostname()}-{threading.get_native_id()}-{time.time_ns():x}"
     return ChannelOptions(
@@ -207,7 +229,7 @@ def channel_options(config: Config, role: str) -> ChannelOptions:
         hello_timeout_s=wire.hello_timeout,
         max_meta_nbytes=wire.max_meta,
         max_payload_nbytes=wire.max_payload,
-        capabilities=STREAM_CAPABILITIES + codec_capabilities(),
+        capabilities=STREAM_CAPABILITIES + codec_capabilities() + regions,
     )
 
 

@@ -35,6 +35,7 @@ from kvferry.engine.workers.common import (
     answer,
     check_lengths,
     listen,
+    open_regions,
     stream_codec,
 )
 from kvferry.engine.workers.requests import POLL_S, CancelWatch, serve_requests
@@ -85,7 +86,10 @@ class DecodeWorker:
             what="decode worker",
         )
         self._codec = stream_codec(config)
-        self._streams = StreamTable(engine.store, engine.spec, ring=config.stream.ring, codec=self._codec)
+        self._regions = open_regions(config)
+        self._streams = StreamTable(
+            engine.store, engine.spec, ring=config.stream.ring, codec=self._codec, regions=self._regions
+        )
         self._scheduler = DecodeScheduler(engine)
         self._kv_server = listen(
             _kv_url(config), "--kv-listen (decode.kv_listen)", config, _ROLE, self._serve_kv, name="decode-kv"
@@ -118,6 +122,8 @@ class DecodeWorker:
         self._scheduler.close()
         self._server.close()
         self._kv_server.close()
+        if self._regions is not None:
+            self._regions.close()
         self._streams.close()
         self._engine.store.close()
 

@@ -36,6 +36,7 @@ from kvferry.engine.workers.common import (
     channel_options,
     check_lengths,
     listen,
+    open_regions,
     stream_codec,
 )
 from kvferry.engine.workers.prefill_thread import PrefillJob, PrefillThread
@@ -80,6 +81,7 @@ class PrefillWorker:
             max_waiting=config.prefill.max_queue,
             what="prefill worker",
         )
+        self._regions = open_regions(config)
         self._pools = ChannelPools(channel_options(config, _ROLE), max_addresses=16)
         self._talking = ThreadPoolExecutor(_AHEAD, thread_name_prefix="kvferry-prefill-talk")
         self._thread = PrefillThread(engine)
@@ -110,6 +112,8 @@ class PrefillWorker:
         self._server.close()
         self._talking.shutdown(wait=True, cancel_futures=True)
         self._pools.close()
+        if self._regions is not None:
+            self._regions.close()
         self._engine.store.close()
 
     # ---- port ------------------------------------------------------------------------------------
@@ -190,7 +194,13 @@ class PrefillWorker:
             arena = self._pools.arena(message.kv_address, kv_channel)
             codec = self._codec.link(message.kv_address)
             sender = LayerSender(
-                kv_channel, engine.spec, message.scope, name=message.stream, arena=arena, codec=codec
+                kv_channel,
+                engine.spec,
+                message.scope,
+                name=message.stream,
+                arena=arena,
+                codec=codec,
+                regions=self._regions,
             )
             with sender:
                 begin = partial(sender.begin, message.stream, keys, tail_tokens, deadline=deadline)

@@ -11,7 +11,16 @@ from kvferry.core.errors import KVFerryError, LeaseExpiredError, RequestCancelle
 from kvferry.core.keys import KEY_NBYTES
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope, KVSpec
-from kvferry.streaming import LayerReceiver, SegmentGrant, StreamCodec, WriterWatch
+from kvferry.streaming import (
+    LayerReceiver,
+    RegionGrant,
+    SegmentGrant,
+    SlotGrant,
+    StreamCodec,
+    WindowKeeper,
+    WriterWatch,
+)
+from kvferry.transports import RegionTransport
 from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import BeginStream
 
@@ -100,7 +109,13 @@ class StreamTable:
     """All streams expected at one decode worker, by name. Thread safe."""
 
     def __init__(
-        self, store: BlockStore, spec: KVSpec, *, ring: int, codec: StreamCodec | None = None
+        self,
+        store: BlockStore,
+        spec: KVSpec,
+        *,
+        ring: int,
+        codec: StreamCodec | None = None,
+        regions: RegionTransport | None = None,
     ) -> None:
         self._store = store
         self._spec = spec
@@ -109,6 +124,8 @@ class StreamTable:
         self._lock = threading.Lock()
         self._expected: dict[str, ExpectedStream] = {}
         self._watch = WriterWatch()
+        self._regions = regions
+        self._keeper = WindowKeeper()
 
     def __len__(self) -> int:
         with self._lock:
@@ -142,7 +159,7 @@ class StreamTable:
         except LeaseExpiredError as error:
             log.warning("%s", error)
 
-    def serve(self, channel: Channel, incoming: Incoming, *, grant: SegmentGrant | None = None) -> None:
+    def serve(self, channel: Channel, incoming: Incoming, *, grant: SlotGrant | None = None) -> None:
         """Receive a stream; runs in the thread that serves the KV connection.
 
         Args:
@@ -174,14 +191,19 @@ class StreamTable:
             expected.fail(error)
             raise
 
-    def grant(self, channel: Channel) -> SegmentGrant | None:
-        """Lets a prefill worker of this machine write into the slots itself; one a channel."""
+    def grant(self, channel: Channel) -> SlotGrant | None:
+        """Lets a prefill worker write into the slots itself, if it can; one a channel."""
         store = self._store
-        return SegmentGrant(channel, store.arena, self._watch) if isinstance(store, MemoryStore) else None
+        if not isinstance(store, MemoryStore):
+            return None
+        if self._regions is not None and not channel.shares_memory:
+            return RegionGrant(channel, store.arena, self._regions, self._keeper)
+        return SegmentGrant(channel, store.arena, self._watch)
 
     def reap(self) -> None:
         """Free the slots of prefill processes that ended within a stream; for a call every second or so."""
         self._watch.reap()
+        self._keeper.reap()
 
     def close(self) -> None:
         """Forget the processes that are watched, before the store is closed."""

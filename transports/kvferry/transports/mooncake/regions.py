@@ -13,11 +13,11 @@ import numpy as np
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import AuthError, ConfigError, KVFerryError, TransferTimeoutError, TransportError
+from kvferry.core.trusted_peers import TrustedPeers
 from kvferry.transports.mooncake.engine import Engine, EngineSettings, Wire, engine_of
 from kvferry.transports.mooncake.grants import WindowGrant
 from kvferry.transports.mooncake.transfers import MooncakeTransfer
 from kvferry.transports.region import Access, RegionPart, RegionTransfer, RegionTransport, Window
-from kvferry.transports.trusted_peers import TrustedPeers
 
 __all__ = ["MooncakeRegions"]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
 
 from kvferry.core.errors import ConfigError
 
 __all__ = ["TrustedPeers"]
+
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 class TrustedPeers:
@@ -18,7 +21,7 @@ class TrustedPeers:
             are written and never looked up.
 
     Raises:
-        ConfigError: If one of them is empty, or a network has host bits.
+        ConfigError: If one of them is none of these, or a network has host bits.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -26,9 +29,7 @@ class TrustedPeers:
         self._hosts: set[str] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         for name in self.names:
-            if not name:
-                raise ConfigError("trusted_peers has an empty entry")
-            if "/" not in name and _address(name) is None:
+            if _HOST.fullmatch(name) and _address(name) is None:
                 self._hosts.add(name.lower())
                 continue
             try:
