@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.testing.processes import Command
+from kvferry.transports.mooncake import unavailable
 
 FIELDS = {
     "scenario", "params", "value", "unit", "spread", "runs", "baselines", "ratios", "ratio_spread", "p50_us",
@@ -61,6 +63,16 @@ def test_the_other_schemes(scenario: str) -> None:
     assert len(found) == (2 if scenario.endswith("rpc") else 4)
     for line in found:
         check(line, scenario.partition(".")[0])
+
+
+@pytest.mark.skipif(bool(unavailable()) and "CI" not in os.environ, reason=unavailable())
+@pytest.mark.parametrize("operation", ["write", pytest.param("read", marks=pytest.mark.soak)])
+def test_windows(operation: str) -> None:
+    found = lines("--scenario", f"transport.mooncake.{operation}", "--sizes", "64KiB", "--batch", "1,4")
+    assert [line["params"]["batch"] for line in found] == [1, 4]
+    for line in found:
+        assert line["verified"] is True
+        assert set(line["ratios"]) == {"mooncake_te"}
 
 
 def check(line: dict[str, Any], scheme: str) -> None:

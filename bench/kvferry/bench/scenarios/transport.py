@@ -36,6 +36,8 @@ SCENARIOS = {
     "transport.tcp.batch": "transport_tcp:run_batch",
     "transport.tcp.rate": "transport_tcp:run_rate",
     "transport.unix.arena": "transport_arena:run",
+    "transport.mooncake.write": "transport_windows:run_windows",
+    "transport.mooncake.read": "transport_windows:run_windows",
 }
 
 
@@ -168,7 +170,7 @@ def _scenarios(options: Options, address: str) -> tuple[str, ...]:
                 + ("; auto chooses by itself" if scheme == "auto" else "")
             )
         return tuple(f"transport.{scheme}.{kind}" for kind in _KINDS)
-    asked = _words(options, "scheme", "", SCHEMES)
+    asked = _words(options, "scheme", "", (*SCHEMES, "mooncake"))
     schemes = asked or tuple(scheme for scheme in SCHEMES if _is_installed(scheme))
     return tuple(found for found in SCENARIOS if found.split(".")[1] in schemes)
 
