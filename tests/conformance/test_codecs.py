@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.codecs.base import ArrayStage, ByteStage, Codec, CodecConfig
 from kvferry.codecs.compressed import Lz4Stage, ZstdStage
+from kvferry.codecs.dedup import DedupCodec
 from kvferry.codecs.ebp import EbpCodec
 from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
@@ -18,7 +19,7 @@ from kvferry.codecs.split import SplitCodec
 from kvferry.core.errors import CodecError, CorruptBlockError
 from kvferry.core.spec import LayerSpec
 from kvferry.testing.codec_stages import ArrayStageSuite, ByteStageSuite
-from kvferry.testing.codecs import CodecSuite
+from kvferry.testing.codecs import CodecSuite, fill_of
 
 EVERY_LAYER = ("kv_bf16", "mla", "padded", "scalar", "uint8", "empty")
 FLOAT_LAYERS = ("kv_bf16", "kv_fp16", "mla", "padded", "empty")
@@ -87,6 +88,37 @@ class TestFp8Codec(OnBothKernels):
 class TestFp8CodecWithoutScale(OnBothKernels):
     def make_codec(self) -> Codec:
         return Fp8Codec(scaled=False)
+
+
+class TestDedupCodec(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return DedupCodec()
+
+
+class TestDedupCodecOfRepeatedRows(OnBothKernels):
+    """The same over rows that do repeat."""
+
+    def make_codec(self) -> Codec:
+        return DedupCodec("split")
+
+    @pytest.fixture(autouse=True)
+    def _rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def repeated(kind: str, nbytes: int) -> bytes:
+            return (fill_of(kind, min(nbytes, 2048)) * (nbytes // 2048 + 1))[:nbytes]
+
+        monkeypatch.setattr("kvferry.testing.codecs.fill_of", repeated)
+
+
+class TestDedupCodecOfRaw(CodecSuite):
+    must_encode = EVERY_LAYER
+
+    def make_codec(self) -> Codec:
+        return DedupCodec("raw")
+
+
+class TestDedupCodecOfInt8(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return DedupCodec("int8(k=channel)")
 
 
 class TestLz4Stage(ByteStageSuite):
