@@ -246,7 +246,7 @@ class Channel:
         views = [view for view in map(as_bytes_view, payload) if len(view)] if payload else []
         memory = self._memory() if descriptors else None
         lock = self._send_lock
-        if not (lock.acquire(blocking=False) or lock.acquire(timeout=time_left(deadline))):
+        if not (lock.acquire(False) or lock.acquire(timeout=time_left(deadline))):
             raise TransferTimeoutError(f"{self.address}: another thread was sending until the deadline")
         try:
             self._send_frame(message, views, deadline, request_id)
@@ -282,8 +282,7 @@ class Channel:
 
     def _send_hashed(self, head: bytes, views: list[memoryview], deadline: float) -> None:
         digest = xxh3_64(head)
-        parts: list[bytes | memoryview] = [head]
-        last = views
+        parts, last = [head], views
         if total_nbytes(views) > PIECE_NBYTES:
             last = []
             for piece in pieces_of(views):
@@ -313,7 +312,7 @@ class Channel:
         self._begin_receiving()
         try:
             if self._pending is not None:
-                self._check_no_pending()
+                raise self._unread()
             self._waiting = True
             return self._read_message(deadline, ahead=ahead)
         finally:
@@ -328,7 +327,8 @@ class Channel:
         """
         self._begin_receiving()
         try:
-            self._check_no_pending()
+            if self._pending is not None:
+                raise self._unread()
             self._waiting = True
             if not self._await_frame(deadline):
                 return None
@@ -401,8 +401,7 @@ class Channel:
             self._frame_failed()
             raise
         self._last_activity = time.monotonic()
-        if type(event.message) is Failure:
-            self._failure_received = True
+        self._failure_received = self._failure_received or type(event.message) is Failure
         incoming = Incoming(self, event, started_at)
         self._pending = incoming if event.payload_nbytes else None
         return incoming
@@ -428,7 +427,8 @@ class Channel:
         memory = self._memory()
         self._begin_receiving()
         try:
-            self._check_no_pending()
+            if self._pending is not None:
+                raise self._unread()
             with self._frame():
                 return memory.recv_descriptors(count, deadline)
         finally:
@@ -446,15 +446,15 @@ class Channel:
         """Whether the payload of ``incoming`` is the next thing in the connection."""
         return self._pending is incoming
 
-    def _check_no_pending(self) -> None:
-        if self._pending is not None:
-            raise ProtocolError(
-                f"{self.address}: {self._pending.payload_nbytes} payload bytes of the last "
-                f"{type(self._pending.message).__name__} must be read or discarded first"
-            )
+    def _unread(self) -> ProtocolError:
+        assert self._pending is not None
+        return ProtocolError(
+            f"{self.address}: {self._pending.payload_nbytes} payload bytes of the last "
+            f"{type(self._pending.message).__name__} must be read or discarded first"
+        )
 
     def _begin_receiving(self) -> None:
-        if not self._receive_lock.acquire(blocking=False):
+        if not self._receive_lock.acquire(False):
             raise ProtocolError(f"{self.address}: two threads receive from one channel")
 
     # ---- ending ------------------------------------------------------------------------------

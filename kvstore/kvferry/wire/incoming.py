@@ -68,9 +68,14 @@ class Incoming:
             TransferTimeoutError: At the deadline; the connection is aborted.
             ConnectionClosedError: If the stream ends first.
         """
-        flat = [view for view in map(as_bytes_view, views) if len(view)]
-        nbytes = sum(map(len, flat))
-        if nbytes != self.payload_nbytes or True in [view.readonly for view in flat]:
+        flat: list[memoryview] = []
+        nbytes, writable = 0, True
+        for view in map(as_bytes_view, views):
+            if n := len(view):
+                flat.append(view)
+                nbytes += n
+                writable = writable and not view.readonly
+        if nbytes != self.payload_nbytes or not writable:
             raise ProtocolError(
                 f"{self._channel.address}: payload of {type(self.message).__name__} has "
                 f"{self.payload_nbytes} bytes, to be received into {nbytes} writable ones"

@@ -78,16 +78,18 @@ class FrameReader:
             self._receive(deadline, ahead=ahead)
             started_at = started_at or time.monotonic()
             event = self._take()
-        usual = self._protocol.head_nbytes
-        if 0 < event.payload_nbytes <= _SMALL_NBYTES:
-            usual += event.payload_nbytes + event.has_trailer * TRAILER_NBYTES
+        usual, nbytes = self._protocol.head_nbytes, event.payload_nbytes
+        if nbytes and nbytes <= _SMALL_NBYTES:
+            usual += nbytes + event.has_trailer * TRAILER_NBYTES
         if usual != self._usual and usual <= _AHEAD_NBYTES:
             self._usual = usual
             self._place = self._ahead[:usual]
         return event, started_at
 
     def _take(self) -> MessageReceived | None:
-        data = self._ahead[self._first : self._last]
+        # often what came is what fits into the usual place
+        whole = self._first == 0 and self._last == self._usual
+        data = self._place if whole else self._ahead[self._first : self._last]
         message = self._protocol.receive_whole(data)
         if message is not None:
             self._first += self._protocol.head_nbytes
@@ -118,6 +120,11 @@ class FrameReader:
         Raises:
             CorruptBlockError: If it does not match.
         """
+        first = self._first
+        end = first + event.payload_nbytes
+        if end + event.has_trailer * TRAILER_NBYTES <= self._last:  # all of it is here already
+            self._copy_payload(event, pieces, first, end)
+            return
         if not event.has_trailer:
             for piece in pieces:
                 views = self._fill(piece) if self._first < self._last else piece
@@ -140,6 +147,25 @@ class FrameReader:
         sent = self._protocol.trailer_taken(trailer)
         if sent != hasher.intdigest():
             raise damaged(self._connection.peer_address, event, hasher.intdigest(), sent)
+
+    def _copy_payload(
+        self, event: MessageReceived, pieces: Iterable[list[memoryview]], first: int, end: int
+    ) -> None:
+        """Give ``pieces`` the bytes [first, end) received ahead, if the trailer behind them matches."""
+        ahead, protocol = self._ahead, self._protocol
+        protocol.payload_taken()
+        self._first = end
+        if event.has_trailer:
+            protocol.hasher.update(ahead[first:end])
+            self._first += TRAILER_NBYTES
+            sent, found = protocol.trailer_taken(ahead[end : self._first]), protocol.hasher.intdigest()
+            if sent != found:
+                raise damaged(self._connection.peer_address, event, found, sent)
+        for piece in pieces:
+            for view in piece:
+                last = first + len(view)
+                view[:] = ahead[first:last]
+                first = last
 
     def _fill(self, views: list[memoryview]) -> list[memoryview]:
         """Fill the first of ``views`` with what was received ahead; what is left to be filled."""

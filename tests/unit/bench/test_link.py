@@ -140,11 +140,16 @@ def test_a_peer_that_takes_half_is_not_paid_in_full(serve: Callable[[LinkService
     link.close()
 
 
+def _first(incoming: Incoming) -> int:
+    assert isinstance(incoming.message, PutLayer)
+    return incoming.message.layer
+
+
 class Wrong(LinkService):
     """One byte of what it receives, or sends, is another one."""
 
     def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
-        np.frombuffer(memory.source[request.first], np.uint8)[NBYTES // 2] ^= 1
+        np.frombuffer(memory.source[_first(incoming)], np.uint8)[NBYTES // 2] ^= 1
         super()._answer(channel, incoming, request, memory)
 
 
@@ -229,8 +234,9 @@ def test_a_peer_names_the_port_of_its_bare_socket() -> None:
 
 
 def test_requests_are_checked() -> None:
-    request = Request(Operation.GET, 7, NBYTES, WALK, 3, verify=True)
-    assert Request.of(request.message) == request
+    request = Request(Operation.GET, NBYTES, WALK, 3, verify=True)
+    assert Request.of(request.message(7)) == request
+    assert request.message(7).layer == 7
     for message in (Ping(), PutLayer(layer=0, blocks=(1,)), PutLayer(layer=0, blocks=(9, 1, 1, 1, 0))):
         with pytest.raises(ProtocolError):
             Request.of(message)
@@ -240,7 +246,7 @@ def test_a_request_for_too_much_is_refused(serve: Callable[[LinkService], Servin
     serving = serve(LinkService())
     options = ChannelOptions(role="bench", session="b")
     channel = Channel.connect(serving.server.address, options, deadline_in(10))
-    request = Request(Operation.GET, 0, 1 << 30, WALK, 1 << 20).message
+    request = Request(Operation.GET, 1 << 30, WALK, 1 << 20).message(0)
     with pytest.raises(ProtocolError, match="that a benchmark moves at once"):
         channel.call(request, LayerAck, deadline=deadline_in(10))
     channel.close()

@@ -114,7 +114,9 @@ class LaneConnection(StreamConnection):
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`; paced if the connection has a rate."""
         stripe, into = divmod(self._sent, STRIPE_NBYTES)
-        nbytes = sum(map(nbytes_of, parts))
+        nbytes = 0
+        for part in parts:
+            nbytes += part.nbytes if type(part) is memoryview else nbytes_of(part)
         if nbytes > STRIPE_NBYTES - into or self._pacer is not None:
             super().send(parts, deadline)
             return
@@ -152,14 +154,15 @@ class LaneConnection(StreamConnection):
         stripe, into = divmod(self._received, STRIPE_NBYTES)
         if minimum > STRIPE_NBYTES - into:
             return super().recv_at_least(view, minimum, deadline)
-        lane, got = self._lanes[stripe % len(self._lanes)], 0
+        lane = self._lanes[stripe % len(self._lanes)]
         place = view[: STRIPE_NBYTES - into] if len(view) > STRIPE_NBYTES - into else view
-        watch = _Watch(self, deadline)
-        while got < minimum:
-            n = lane.receive_some_by(place[got:] if got else place, watch.until, got, minimum)
-            got += n
-            if got < minimum:
+        n = got = lane.receive_some_by(place, min(deadline, time.monotonic() + _LOOK_S), 0, minimum)
+        if got < minimum:  # else there is nothing to look after
+            watch = _Watch(self, deadline)
+            while got < minimum:
                 watch.look(n, f"receiving, {got} of {minimum} bytes had come")
+                n = lane.receive_some_by(place[got:], watch.until, got, minimum)
+                got += n
         self._received += got
         return got
 
@@ -167,14 +170,16 @@ class LaneConnection(StreamConnection):
         self, lane: int, piece: list[memoryview], nbytes: int, before: int, wanted: int, deadline: float
     ) -> None:
         """Fill ``piece`` from ``lane``, looking after the other lanes while nothing comes."""
-        got, watch = 0, _Watch(self, deadline)
-        while True:
-            n = self._lanes[lane].receive_by(piece, nbytes - got, watch.until, before + got, wanted)
-            got += n
-            if got == nbytes:
-                return
+        until = min(deadline, time.monotonic() + _LOOK_S)
+        n = got = self._lanes[lane].receive_by(piece, nbytes, until, before, wanted)
+        if got == nbytes:
+            return
+        watch = _Watch(self, deadline)
+        while got < nbytes:
             del piece[: advance(piece, 0, n)]
             watch.look(n, f"receiving, {before + got} of {wanted} bytes had come")
+            n = self._lanes[lane].receive_by(piece, nbytes - got, watch.until, before + got, wanted)
+            got += n
 
     def timed_out(self, doing: str) -> TransferTimeoutError:
         """What is raised at a deadline."""

@@ -18,7 +18,7 @@ import termios
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -77,6 +77,7 @@ class SocketConnection(StreamConnection):
         sock.settimeout(None)
         self._guard = GuardedSocket(sock)
         self._crossing = False
+        self._direct = True  # whether to receive is to call the socket, and nothing else
         self._send_limit = self._recv_limit = math.inf  # what the kernel was told
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -94,8 +95,8 @@ class SocketConnection(StreamConnection):
 
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`; paced if the connection has a rate."""
-        plain: list[bytes | memoryview] = []
         nbytes = 0
+        plain: Any = parts  # the socket takes what the loop lets through
         for part in parts:
             if type(part) is bytes:
                 nbytes += len(part)
@@ -104,8 +105,7 @@ class SocketConnection(StreamConnection):
             else:
                 nbytes = 0
                 break
-            plain.append(part)
-        if not nbytes > 0 or len(plain) > _MAX_PARTS or self._pacer is not None:
+        if not nbytes > 0 or len(parts) > _MAX_PARTS or self._pacer is not None:
             super().send(parts, deadline)
             return
         # the short way: one system call, which takes what it gets as it is
@@ -113,16 +113,19 @@ class SocketConnection(StreamConnection):
         guard.enter(self._name)
         try:
             limit, left = self._send_limit, deadline - time.monotonic()
-            if not (limit <= left <= limit + limit) or guard.closed:
+            if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
                 self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
             try:
-                sent = guard.sock.sendmsg(plain, (), _NO_SIGNAL)
+                if len(parts) == 1:
+                    sent = guard.sock.send(plain[0], _NO_SIGNAL)
+                else:
+                    sent = guard.sock.sendmsg(plain, (), _NO_SIGNAL)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
                 raise self._failed(error, "sending") from error
             if sent < nbytes:
-                views = [view for part in plain if len(view := as_bytes_view(part))]
+                views = [view for part in parts if len(view := as_bytes_view(part))]
                 del views[: advance(views, 0, sent)]
                 self._send_all(views, deadline, waits=True)
         finally:
@@ -177,9 +180,12 @@ class SocketConnection(StreamConnection):
         guard = self._guard
         guard.enter(self._name)
         try:
-            left = [view for view in views if len(view)]
-            wanted = sum(map(len, left))
-            if 0 < len(left) <= _MAX_PARTS:
+            if len(views) == 1:
+                left, wanted = list(views), len(views[0])
+            else:
+                left = [view for view in views if len(view)]
+                wanted = sum(map(len, left))
+            if wanted and len(left) <= _MAX_PARTS:
                 n = self._recv_some(left, deadline, "receiving", waits=True)
                 if n == wanted and not guard.closed:
                     return
@@ -200,6 +206,17 @@ class SocketConnection(StreamConnection):
         guard, got = self._guard, 0
         guard.enter(self._name)
         try:
+            limit, left = self._recv_limit, deadline - time.monotonic()
+            if self._direct and limit <= left and (limit >= 1.0 or left <= limit + limit):
+                # the short way: what the loop below does, if nothing is out of the ordinary
+                try:
+                    got = guard.sock.recv_into(view)
+                    if got == 0 or guard.closed:
+                        raise self._ended(0, minimum)
+                except BlockingIOError:
+                    pass  # the loop knows whether the deadline has passed
+                except OSError as error:
+                    raise self._failed(error, "receiving") from error
             while got < minimum:
                 piece = view[got:] if got else view
                 n = self._recv_some([piece], deadline, "receiving", waits=True, all_of_it=False)
@@ -248,7 +265,7 @@ class SocketConnection(StreamConnection):
         flags = _NOW
         if waits:
             limit, left = self._recv_limit, deadline - time.monotonic()
-            if not (limit <= left <= limit + limit) or self._guard.closed:
+            if not (limit <= left and (limit >= 1.0 or left <= limit + limit)) or self._guard.closed:
                 self._limit_wait(socket.SO_RCVTIMEO, deadline, doing)
             flags = _ALL if all_of_it else 0
         elif time.monotonic() >= deadline:

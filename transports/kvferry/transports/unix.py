@@ -225,6 +225,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
         super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=rate)
         # what the kernel allows of it: a message that fits is handed over without a wake-up on the way
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
+        self._direct = False
         self._credentials = credentials
         self._admitted = admitted
         self._room = 0  # for descriptors, in the call that receives

@@ -115,7 +115,7 @@ class Link:
         if operation is Operation.GET:
             return self._get(channel, batch, deadline, verify=verify)
         first, parts = self._memory.parts(batch)
-        request = Request(operation, first, self._nbytes, self._memory.walk_nbytes, batch, verify).message
+        request = Request(operation, self._nbytes, self._memory.walk_nbytes, batch, verify).message(first)
         if operation is Operation.PUT:
             return channel.call(request, LayerAck, payload=parts, deadline=deadline).count
         channel.send(request, parts, deadline=deadline)
@@ -123,8 +123,8 @@ class Link:
 
     def _get(self, channel: Channel, batch: int, deadline: float, *, verify: bool) -> int:
         first, _ = self._memory.parts(batch)
-        request = Request(Operation.GET, first, self._nbytes, self._memory.walk_nbytes, batch)
-        channel.send(request.message, deadline=deadline)
+        request = Request(Operation.GET, self._nbytes, self._memory.walk_nbytes, batch)
+        channel.send(request.message(first), deadline=deadline)
         return self._receive(channel, first, batch, deadline, verify=verify)
 
     def _receive(self, channel: Channel, first: int, batch: int, deadline: float, *, verify: bool) -> int:

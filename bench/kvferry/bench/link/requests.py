@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from kvferry.core.errors import ProtocolError
 from kvferry.wire.messages import Message, PutLayer
@@ -22,35 +23,44 @@ class Operation(enum.IntEnum):
     """They come back as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One operation: ``batch`` parts of ``nbytes`` each, from number ``first`` on.
+class Request(NamedTuple):
+    """One operation: ``batch`` parts of ``nbytes`` each. Its message says from which number on.
 
     Both ends walk through ``walk_nbytes``, so that a number means the same part for both. ``verify`` has the
     peer clear where it receives, and compare afterwards.
     """
 
     operation: Operation
-    first: int
     nbytes: int
     walk_nbytes: int
     batch: int = 1
     verify: bool = False
 
-    @property
-    def message(self) -> PutLayer:
-        """As it travels."""
-        fields = (self.operation, self.nbytes, self.walk_nbytes, self.batch, int(self.verify))
-        return PutLayer(layer=self.first, blocks=fields)
+    def message(self, first: int) -> PutLayer:
+        """As it travels, with the number of the first part."""
+        return PutLayer(layer=first, blocks=_fields(self))
 
     @classmethod
     def of(cls, message: Message) -> Request:
-        """From a message.
+        """From a message, whose ``layer`` is the number of the first part.
 
         Raises:
             ProtocolError: If it is none.
         """
-        if not isinstance(message, PutLayer) or len(message.blocks) != 5 or message.blocks[0] > 2:
+        if not isinstance(message, PutLayer):
             raise ProtocolError(f"{type(message).__name__} is no request of a benchmark", remote=True)
-        operation, nbytes, walk_nbytes, batch, verify = message.blocks
-        return cls(Operation(operation), message.layer, nbytes, walk_nbytes, batch, bool(verify))
+        return _request(message.blocks)
+
+
+# Remembered, since a bare socket beside it has next to nothing to prepare: what counts is the channel.
+@lru_cache(maxsize=256)
+def _fields(request: Request) -> tuple[int, ...]:
+    return tuple(map(int, request))
+
+
+@lru_cache(maxsize=256)
+def _request(fields: tuple[int, ...]) -> Request:
+    if len(fields) != 5 or fields[0] > 2:
+        raise ProtocolError("PutLayer is no request of a benchmark", remote=True)
+    operation, nbytes, walk_nbytes, batch, verify = fields
+    return Request(Operation(operation), nbytes, walk_nbytes, batch, bool(verify))

@@ -10,7 +10,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ProtocolError
 from kvferry.wire import Channel
 from kvferry.wire.channel import Incoming
-from kvferry.wire.messages import LayerAck
+from kvferry.wire.messages import LayerAck, PutLayer
 
 __all__ = ["LinkService"]
 
@@ -51,18 +51,19 @@ class LinkService:
 
     def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
         deadline = deadline_in(_WAIT_S)
+        assert isinstance(incoming.message, PutLayer)  # else it is no request
+        first = incoming.message.layer
         if request.operation is Operation.GET:
-            answer = Request(Operation.PUT, request.first, request.nbytes, request.walk_nbytes, request.batch)
-            parts = memory.numbered(request.first, request.batch)
-            channel.reply(incoming, answer.message, parts, deadline=deadline)
+            answer = PutLayer(layer=first, blocks=())
+            channel.reply(incoming, answer, memory.numbered(first, request.batch), deadline=deadline)
             return
         places = memory.places(request.batch, clear=request.verify)
         incoming.read_into(places, deadline)
         with self._lock:
             self.received_nbytes += incoming.payload_nbytes
         if request.verify:
-            memory.compare(request.first, places)
+            memory.compare(first, places)
         if request.operation is Operation.ECHO:
-            channel.reply(incoming, request.message, places, deadline=deadline)
+            channel.reply(incoming, incoming.message, places, deadline=deadline)
         else:
             channel.reply(incoming, LayerAck(count=incoming.payload_nbytes), deadline=deadline)
