@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.errors import KVFerryError
+from kvferry.core.config import Config, StreamConfig
+from kvferry.core.errors import ConfigError
 from kvferry.engine.local import LocalEngine
 from kvferry.engine.tiny import make_tiny
 from kvferry.engine.weights import load_model
+from kvferry.engine.workers.common import open_regions
 from kvferry.testing.deployment import SplitDeployment
-from kvferry.testing.processes import Command
 from kvferry.transports.mooncake import unavailable
 from kvferry.wire.messages import SamplingParams
 
@@ -54,9 +55,7 @@ def test_the_same_tokens_as_in_one_process(split: SplitDeployment, model: Path) 
     assert "goes by frames" not in said
 
 
-def test_nothing_starts_without_trusted_peers(model: Path) -> None:
-    with (
-        Command("decode", "--model", str(model), *(w for s in SETTINGS for w in ("--set", s))) as worker,
-        pytest.raises(KVFerryError, match="trusted_peers"),
-    ):
-        worker.wait_ready()
+def test_nothing_starts_without_trusted_peers() -> None:
+    with pytest.raises(ConfigError, match=r"stream\.trusted_peers"):
+        open_regions(Config(stream=StreamConfig(regions="mooncake")))
+    assert open_regions(Config()) is None
