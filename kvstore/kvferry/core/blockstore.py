@@ -189,7 +189,10 @@ class WriteLease(Lease, Protocol):
 
 
 class Namespace(Protocol):
-    """The blocks of one spec and scope, for one tenant. Thread safe."""
+    """The blocks of one spec and scope, for one tenant. Thread safe.
+
+    Every verb that takes keys raises ``ConfigError`` if one of them is not 32 bytes.
+    """
 
     @property
     def spec(self) -> KVSpec:

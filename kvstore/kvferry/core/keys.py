@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NewType, TypeAlias
+from typing import Final, NamedTuple, NewType, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,16 @@ __all__ = [
     "Tokens",
     "block_keys",
     "foreign_keys",
+    "require_key",
+    "require_keys",
     "split_keys",
     "token_array",
     "usable_prefix",
 ]
 
 KEY_NBYTES = 32
+_KEY_TYPE: Final = {bytes}
+_KEY_LENGTH: Final = {KEY_NBYTES}
 BlockKey = NewType("BlockKey", bytes)
 Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
@@ -135,6 +139,48 @@ def block_keys(
     return keys
 
 
+def require_key(key: object, what: str = "a key") -> None:
+    """Refuse what is no key.
+
+    Raises:
+        ConfigError: With what it is; ``what`` begins the message.
+    """
+    if not isinstance(key, bytes):
+        raise ConfigError(f"{what} is {_short(key)}, must be {KEY_NBYTES} bytes")
+    if len(key) != KEY_NBYTES:
+        raise ConfigError(f"{what}, {key[:8].hex()}…, has {len(key)} bytes, a key has {KEY_NBYTES} bytes")
+
+
+def require_keys(keys: Iterable[BlockKey]) -> Sequence[BlockKey]:
+    """Refuse a batch in which something is no key: a key of another type or length is never stored.
+
+    Costs some microseconds for 512 keys.
+
+    Returns:
+        The keys; as a list if they were no sequence.
+
+    Raises:
+        ConfigError: With the number of the first that is none, and what it is.
+    """
+    found: Sequence[BlockKey]
+    if isinstance(keys, (list, tuple)):
+        found = cast("Sequence[BlockKey]", keys)
+    elif isinstance(keys, (bytes, bytearray, memoryview, str)) or not isinstance(keys, Iterable):
+        raise ConfigError(f"keys are {_short(keys)}, must be a list of keys of {KEY_NBYTES} bytes each")
+    else:
+        found = list(keys)
+    if not found or (set(map(type, found)) == _KEY_TYPE and set(map(len, found)) == _KEY_LENGTH):
+        return found
+    for number, key in enumerate(found):  # also bytes of a class of one's own
+        require_key(key, f"key {number} of {len(found)}")
+    return found
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:40]}{'…' if len(text) > 40 else ''}"
+
+
 def split_keys(blob: bytes) -> list[BlockKey]:
     """Keys that lie one behind the other, as a message carries them.
 
@@ -155,7 +201,7 @@ def foreign_keys(engine_hashes: Iterable[bytes]) -> list[BlockKey]:
     keys = [BlockKey(bytes(h)) for h in engine_hashes]
     for index, key in enumerate(keys):
         if len(key) != KEY_NBYTES:
-            raise ConfigError(f"engine hash {index} has {len(key)} bytes, a key has {KEY_NBYTES}")
+            raise ConfigError(f"engine hash {index} has {len(key)} bytes, a key has {KEY_NBYTES} bytes")
     return keys
 
 

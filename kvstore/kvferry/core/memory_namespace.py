@@ -11,7 +11,7 @@ from kvferry.core import saving
 from kvferry.core.blockstore import Hit
 from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.errors import ConfigError
-from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens
+from kvferry.core.keys import BlockKey, Media, Tokens, require_key, require_keys
 from kvferry.core.leases import SlotReadLease, SlotWriteLease
 from kvferry.core.segments import Slot
 from kvferry.core.sessions import Session
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["MemoryNamespace"]
 
 
-def _require_keys(keys: Iterable[BlockKey]) -> None:
-    for key in keys:
-        if len(key) != KEY_NBYTES:
-            raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
+def _require_parent(parent: BlockKey | None) -> None:
+    if parent is not None:
+        require_key(parent, "the parent")
 
 
 class MemoryNamespace:
-    """See :class:`kvferry.core.blockstore.Namespace`. Cheap: holds no blocks itself."""
+    """See :class:`kvferry.core.blockstore.Namespace`. Cheap: holds no blocks itself.
+
+    Every verb that takes keys raises :class:`ConfigError` if one of them is not 32 bytes.
+    """
 
     def __init__(self, store: MemoryStore, session: Session, spec: KVSpec, scope: KeyScope) -> None:
         self._store = store
@@ -51,11 +53,11 @@ class MemoryNamespace:
 
     def lookup(self, keys: Sequence[BlockKey]) -> Hit:
         """Which keys are stored; no side effect but on the counters of lookups."""
-        return self._store._lookup(self, keys)
+        return self._store._lookup(self, require_keys(keys))
 
     def load(self, keys: Sequence[BlockKey], *, deadline: float) -> SlotReadLease:
         """Lease the longest stored prefix of ``keys``; waits only for slower tiers, until the deadline."""
-        return self._store._load(self, keys, deadline)
+        return self._store._load(self, require_keys(keys), deadline)
 
     def reserve(
         self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float
@@ -71,7 +73,8 @@ class MemoryNamespace:
             ConfigError: If a key is not 32 bytes long.
             StoreError: If the store is closed or the session has ended.
         """
-        _require_keys(keys if parent is None else [*keys, parent])
+        keys = require_keys(keys)
+        _require_parent(parent)
         return self._store._reserve(self, keys, parent, deadline)
 
     def save(
@@ -89,7 +92,9 @@ class MemoryNamespace:
         sources: dict[BlockKey, memoryview] = {}
         parents: dict[BlockKey, BlockKey | None] = {}
         above = parent
+        _require_parent(parent)
         for key, buf in blocks:
+            require_key(key)
             source = as_bytes_view(buf)
             if len(source) != self.block_nbytes:
                 raise ConfigError(
@@ -100,12 +105,11 @@ class MemoryNamespace:
                 sources[key] = source
             parents[key] = above
             above = key
-        _require_keys(sources if parent is None else (*sources, parent))
         return saving.save(self._store, self, sources, parents, deadline)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """Bring blocks up from slower tiers in the background, if there are any."""
-        self._store._prefetch(self, keys)
+        self._store._prefetch(self, require_keys(keys))
 
     def pin(self, keys: Sequence[BlockKey], *, ttl: float) -> int:
         """Keep stored blocks from eviction for ``ttl`` seconds; returns how many are stored.
@@ -115,15 +119,15 @@ class MemoryNamespace:
         """
         if not ttl > 0:
             raise ConfigError(f"a pin of {ttl} seconds; ttl must be above 0")
-        return self._store._pin(self, keys, time.monotonic() + ttl)
+        return self._store._pin(self, require_keys(keys), time.monotonic() + ttl)
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """End :meth:`pin` early."""
-        self._store._unpin(self, keys)
+        self._store._unpin(self, require_keys(keys))
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """Forget blocks, also pinned ones; leased slots are used again only after the lease."""
-        return self._store._remove(self, keys)
+        return self._store._remove(self, require_keys(keys))
 
     def clear(self) -> int:
         """Forget all blocks of the namespace; returns how many."""

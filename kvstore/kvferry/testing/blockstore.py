@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import pytest
 
@@ -233,6 +236,36 @@ class BlockStoreSuite(RoomSuite):
         assert store.stats().used_nbytes == 0
         with pytest.raises(ConfigError):
             ns.reserve([BlockKey(b"short")], parent=None, deadline=deadline_in(1))
+
+    def test_what_is_no_key_is_refused_by_every_verb(self, store: BlockStore, ns: Namespace) -> None:
+        """A key of another type or length would be a silent miss for ever."""
+        good = chain(ns, 1, 2)
+        save_blocks(ns, good)
+        data = bytes(SPEC.block_nbytes)
+        soon = deadline_in(1)
+        for bad in (b"x", b"", bytes(33), "k" * 32, None, 5, bytearray(32)):
+            keys: list[Any] = [good[0], bad]
+            calls: list[Callable[[], object]] = [
+                partial(ns.lookup, keys),
+                partial(ns.load, keys, deadline=soon),
+                partial(ns.reserve, keys, parent=None, deadline=soon),
+                partial(ns.save, [(key, data) for key in keys], parent=None, deadline=soon),
+                partial(ns.prefetch, keys),
+                partial(ns.pin, keys, ttl=1),
+                partial(ns.unpin, keys),
+                partial(ns.remove, keys),
+            ]
+            if bad is not None:
+                calls.append(partial(ns.reserve, good, parent=cast("Any", bad), deadline=soon))
+                calls.append(partial(ns.save, [(good[0], data)], parent=cast("Any", bad), deadline=soon))
+            for call in calls:
+                with pytest.raises(ConfigError, match="32 bytes"):
+                    call()
+        for verb in (ns.lookup, ns.prefetch, ns.unpin, ns.remove):
+            with pytest.raises(ConfigError, match="list of keys"):
+                verb(cast("Any", good[0]))  # one key where a list is taken
+        assert_stored(ns, good)
+        assert store.stats().pinned_nbytes == 0
 
     def test_publish_goes_on_holding_the_slots(self, store: BlockStore, ns: Namespace) -> None:
         """Blocks become visible and are leased at once, also the copy that came second."""
