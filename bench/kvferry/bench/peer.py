@@ -16,19 +16,30 @@ import time
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from kvferry.core.buffers import ByteArray
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CorruptBlockError, KVFerryError
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KVSpec
-from kvferry.streaming import STREAM_CAPABILITIES, LayerReceiver, SegmentGrant, WriterWatch
+from kvferry.streaming import (
+    STREAM_CAPABILITIES,
+    LayerReceiver,
+    SegmentGrant,
+    StreamCodec,
+    WriterWatch,
+    codec_capabilities,
+)
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire.messages import BeginStream, Ping, Pong
 
-__all__ = ["VERIFY_PREFIX", "PeerProcess", "pattern"]
+__all__ = ["DIGEST_PREFIX", "VERIFY_PREFIX", "PeerProcess", "pattern"]
 
 VERIFY_PREFIX = "verify-"
+"""Of the names of streams of a :func:`pattern` that is compared; its seed follows."""
+DIGEST_PREFIX = "digest-"
+"""Of the names of streams whose xxh3 over all layers, and all blocks of each, follows and is compared."""
 _WAIT_S = 60.0
 _IDLE_S = 3600.0
 
@@ -48,20 +59,31 @@ def _verify(receiver: LayerReceiver, begin: BeginStream) -> None:
                 raise CorruptBlockError(f"layer {layer} of block {block} arrived with other bytes")
 
 
+def _check_digest(receiver: LayerReceiver, begin: BeginStream) -> None:
+    digest = xxhash.xxh3_64()
+    for layer in range(len(begin.spec.layers)):
+        for block in range(len(begin.keys) // 32):
+            digest.update(receiver.view(layer, block))
+    if digest.hexdigest() != begin.stream.removeprefix(DIGEST_PREFIX):
+        raise CorruptBlockError(f"stream {begin.stream!r} arrived with other bytes: {digest.hexdigest()}")
+
+
 def _serve(channel: Channel, store: MemoryStore, watch: WriterWatch) -> None:
-    grant = SegmentGrant(channel, store.arena, watch)
+    grant, codec = SegmentGrant(channel, store.arena, watch), StreamCodec(allow_lossy=True)
     while (incoming := channel.receive_idle(deadline_in(_IDLE_S))) is not None:
         message = incoming.message
         if isinstance(message, Ping):
             channel.send(Pong(at=time.monotonic()), deadline=deadline_in(_WAIT_S))
         elif isinstance(message, BeginStream):
             namespace = store.namespace(message.spec, message.scope)
-            receiver = LayerReceiver(channel, namespace, message, grant=grant)
+            receiver = LayerReceiver(channel, namespace, message, grant=grant, codec=codec)
             try:
                 receiver.start()
                 receiver.run(deadline_in(message.timeout_s))
                 if message.stream.startswith(VERIFY_PREFIX):
                     _verify(receiver, message)
+                if message.stream.startswith(DIGEST_PREFIX):
+                    _check_digest(receiver, message)
             finally:
                 receiver.close()
 
@@ -110,7 +132,10 @@ def main() -> None:
     store, watch = MemoryStore(arguments.capacity, lease_s=_IDLE_S), WriterWatch()
     # Off here leaves the choice to the sender: payloads carry a checksum unless both sides want none.
     options = ChannelOptions(
-        role="bench", session="bench-peer", checksum=False, capabilities=STREAM_CAPABILITIES
+        role="bench",
+        session="bench-peer",
+        checksum=False,
+        capabilities=STREAM_CAPABILITIES + codec_capabilities(),
     )
     server = ChannelServer(
         arguments.listen, options, lambda channel: _serve(channel, store, watch), name="bench"

@@ -85,7 +85,13 @@ GROUPS: dict[str, Group] = {
     "codec": Group(
         name="codec",
         summary="codecs on the KV of a model: size, speed against memory, and what they do to its answers",
-        scenarios=("codec.<id>.ratio", "codec.<id>.encode", "codec.<id>.decode", "codec.<id>.<quality>"),
+        scenarios=(
+            "codec.<id>.ratio",
+            "codec.<id>.encode",
+            "codec.<id>.decode",
+            "codec.<id>.<quality>",
+            "codec.adaptive",
+        ),
         runner="kvferry.bench.scenarios.codec:run",
         comparison=Comparison(
             title="what codecs do to K, V and the answers: medians of the texts (quartiles)",

@@ -12,7 +12,9 @@ Pure: no threads, no I/O; the clock is given.
 from __future__ import annotations
 
 import math
+import statistics
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,9 +27,13 @@ _MEMORY_S: Final = 0.15
 _GAIN: Final = 0.95
 """Another pipeline is taken when it is predicted to take less than this share of the time."""
 _PROBE_EVERY_S: Final = 1.0
+_FIRST_PROBES: Final = 5
+_FIRST_PROBE_EVERY_S: Final = 0.1
+_RECENT: Final = 9
 _PROBE_LINK_CALLS: Final = 6
 _FADED_NBYTES: Final = 1 << 19
-_STALE_S: Final = 20.0
+_STALE_S: Final = 3.0
+_OLD_S: Final = 30.0
 _HOPELESS: Final = 3.0
 _FORGIVEN_S: Final = 5.0
 _WORST: Final = 4.0
@@ -69,11 +75,33 @@ class _Cost:
         return self.seconds / self.nbytes if self.nbytes else 0.0
 
 
+class _Recent:
+    """The median of the last seconds a byte: one piece may wait for a core as long as twenty take."""
+
+    __slots__ = ("_costs", "at", "value")
+
+    def __init__(self) -> None:
+        self._costs: deque[float] = deque(maxlen=_RECENT)
+        self.value = 0.0
+        self.at = -math.inf
+
+    def add(self, nbytes: float, seconds: float, now: float) -> None:
+        if nbytes <= 0 or seconds < 0:
+            return
+        self._costs.append(seconds / nbytes)
+        self.value = statistics.median(self._costs)
+        self.at = now
+
+    @property
+    def count(self) -> int:
+        return len(self._costs)
+
+
 @dataclass(slots=True)
 class _Candidate:
     name: str
-    encode: _Cost = field(default_factory=_Cost)
-    decode: _Cost = field(default_factory=_Cost)
+    encode: _Recent = field(default_factory=_Recent)
+    decode: _Recent = field(default_factory=_Recent)
     steady: _Cost = field(default_factory=_Cost)  # of the whole way, while it is in use
     size: float = 0.0  # encoded bytes a byte
     correction: float = 1.0
@@ -83,7 +111,7 @@ class _Candidate:
 
     @property
     def known(self) -> bool:
-        return self.encode.known and self.decode.known
+        return self.encode.count > 0 and self.decode.count > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +172,10 @@ class ChoiceStatus:
 class AdaptiveChoice:
     """Chooses among raw and ``candidates``. Thread safe.
 
-    Whoever sends asks :meth:`choose` before each piece and reports what came of it. A pipeline that was never
-    measured is tried with one piece at a time, at most once a second each; so is one whose measurements are
-    old, if it might pay. While a pipeline's own speed is what limits, a few pieces a second go raw, so that
-    a link that became faster is noticed.
+    Whoever sends asks :meth:`choose` before each piece and reports what came of it. A pipeline that is new is
+    tried with five pieces, one in 0.1 s; later with one every 3 s if it might pay, else every 30 s. While a
+    pipeline's own speed is what limits, a few pieces a second go raw, so that a link that became faster is
+    noticed.
 
     Args:
         candidates: Text forms of pipelines, without ``raw``.
@@ -229,12 +257,14 @@ class AdaptiveChoice:
     def _due(self, now: float) -> _Candidate | None:
         """A candidate to be tried with the next piece."""
         for candidate in self._candidates.values():
-            if now - candidate.probed_at < _PROBE_EVERY_S:
+            since = now - candidate.probed_at
+            if candidate.decode.count < _FIRST_PROBES:
+                if since >= _FIRST_PROBE_EVERY_S:
+                    return candidate
                 continue
-            if not candidate.known:
-                return candidate
-            old = now - candidate.encode.at > _STALE_S
-            if old and self._link.known and candidate.encode.value < _HOPELESS * self._link.value:
+            age = now - candidate.encode.at
+            may_pay = self._link.known and candidate.encode.value < _HOPELESS * self._link.value
+            if age > (_STALE_S if may_pay else _OLD_S) and since >= _PROBE_EVERY_S:
                 return candidate
         return None
 

@@ -233,7 +233,18 @@ def codec(
     kernels: Annotated[
         Text, typer.Option(metavar="native|numpy", help="[default: native where it was built]")
     ] = None,
-    only: Annotated[Text, typer.Option(metavar="speed|quality", help="Measure only one of both.")] = None,
+    only: Annotated[
+        Text,
+        typer.Option(
+            metavar="speed|quality|adaptive",
+            help="Only one of both, or what a link of some rate chooses by itself beside each fixed codec.",
+        ),
+    ] = None,
+    rates: Annotated[
+        Text,
+        typer.Option(metavar="RATE;…", help="Links of adaptive. [default: 50MB/s;200MB/s;…;4GB/s]"),
+    ] = None,
+    layers: Annotated[Number, typer.Option(min=1, help="Layers of adaptive. [default: 64]")] = None,
     walk: Walk = None,
     runs: Runs = 9,
     as_json: Json = False,
@@ -250,7 +261,7 @@ def codec(
     params = {
         "model": model, "text": "\0".join(text) if text else None, "texts": texts, "codecs": codecs,
         "tokens": tokens, "slice_tokens": slice_tokens, "threads": threads, "kernels": kernels, "only": only,
-        "walk": walk,
+        "walk": walk, "rates": rates, "layers": layers,
     }  # fmt: skip
     _run("codec", Options(runs=runs, params=params), as_json=as_json)
 

@@ -15,7 +15,16 @@ from kvferry.core.config_types import allowed, is_secret, show
 from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
 
-__all__ = ["OTHER_VARIABLES", "Flag", "Loaded", "Value", "check_environment", "fields", "load_config"]
+__all__ = [
+    "OTHER_VARIABLES",
+    "Flag",
+    "Loaded",
+    "Value",
+    "check_assignments",
+    "check_environment",
+    "fields",
+    "load_config",
+]
 
 PREFIX = "KVFERRY_"
 
@@ -171,6 +180,16 @@ def check_environment(names: Iterable[str]) -> None:
             key = _check_variable(name)
             merged[key], sources[key] = value, f"environment {name}"
     _validated(merged, sources)
+
+
+def check_assignments(assignments: Sequence[str]) -> Config:
+    """The defaults with these ``key=value`` alone: what a child process will read that gets nothing else.
+
+    Raises:
+        ConfigError: As :func:`load_config`, for one of them.
+    """
+    found = _from_assignments(assignments)
+    return _validated({k: value for k, (value, _) in found.items()}, {k: s for k, (_, s) in found.items()})
 
 
 def _validated(merged: Mapping[str, object], sources: Mapping[str, str]) -> Config:

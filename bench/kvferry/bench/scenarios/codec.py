@@ -1,4 +1,4 @@
-"""``codec.<id>.*``: pipelines on the KV of a model and its texts."""
+"""``codec.<id>.*`` and ``codec.adaptive``: pipelines on the KV of a model and its texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from kvferry.codecs import CodecPipeline
 from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
 from kvferry.core.errors import ConfigError
-from kvferry.core.units import parse_nbytes
+from kvferry.core.units import parse_nbytes, parse_rate
 
-__all__ = ["DEFAULT_CODECS", "CodecOptions", "run", "short_name"]
+__all__ = ["AUTO_CODECS", "DEFAULT_CODECS", "DEFAULT_RATES", "CodecOptions", "run", "short_name"]
 
 DEFAULT_CODECS = "ebp;ebp(bits=4);split;int8;int4;fp8"
+AUTO_CODECS = "ebp(bits=4);ebp;split"
+"""What ``adaptive`` chooses from: the lossless pipelines of ``stream.codec=auto``."""
+DEFAULT_RATES = "50MB/s;200MB/s;500MB/s;1GB/s;2GB/s;4GB/s"
 _TINY = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 704}
 
 
@@ -39,6 +42,9 @@ class CodecOptions:
     only: str
     walk_nbytes: int
     runs: int
+    adaptive: tuple[str, ...]
+    rates: tuple[str, ...]
+    layers: int
 
     @classmethod
     def of(cls, options: Options) -> CodecOptions:
@@ -48,11 +54,13 @@ class CodecOptions:
             ConfigError: For a value that cannot be used.
         """
         only = str(options.param("only", ""))
-        if only not in ("", "speed", "quality"):
-            raise ConfigError(f"--only is {only!r}; write speed or quality")
+        if only not in ("", "speed", "quality", "adaptive"):
+            raise ConfigError(f"--only is {only!r}; write speed, quality or adaptive")
         kernels = str(options.param("kernels", "native" if native().library is not None else "numpy"))
         texts = tuple(filter(None, str(options.param("text", "")).split("\0")))
-        pipelines = str(options.param("codecs", DEFAULT_CODECS)).split(";")
+        named = str(options.param("codecs", ""))
+        pipelines = (named or DEFAULT_CODECS).split(";")
+        adaptive = [text for text in (named or AUTO_CODECS).split(";") if text != "raw"]
         found = cls(
             model=str(options.param("model", "smollm2")),
             texts=texts,
@@ -65,7 +73,12 @@ class CodecOptions:
             only=only,
             walk_nbytes=parse_nbytes(str(options.param("walk", "256MiB"))),
             runs=options.runs,
+            adaptive=tuple(CodecPipeline.parse(text).text for text in adaptive),
+            rates=tuple(str(options.param("rates", DEFAULT_RATES)).split(";")),
+            layers=int(options.param("layers", 64)),
         )
+        for rate in found.rates:
+            parse_rate(rate)
         if found.tokens < found.slice_tokens:
             raise ConfigError(f"{found.tokens} tokens do not fill a slice of {found.slice_tokens}")
         return found
@@ -77,7 +90,7 @@ def short_name(text: str) -> str:
 
 
 def run(options: Options, progress: Progress) -> Iterator[Result]:
-    """Size and speed of every pipeline, then what each does to the model's answers."""
+    """Size and speed of every pipeline, then what each does to answers; or what a link chooses."""
     from kvferry.bench.scenarios.codec_kv import ModelKV
     from kvferry.bench.scenarios.codec_quality import run_quality
     from kvferry.bench.scenarios.codec_speed import run_speed
@@ -87,6 +100,11 @@ def run(options: Options, progress: Progress) -> Iterator[Result]:
         stack.enter_context(use_kernels(chosen.kernels))
         path = model_folder(chosen.model, Path(folder), progress, **_TINY)
         kv = ModelKV(path, chosen, progress)
+        if chosen.only == "adaptive":
+            from kvferry.bench.scenarios.codec_adaptive import run_adaptive
+
+            yield from run_adaptive(kv, chosen, progress)
+            return
         if chosen.only != "quality":
             yield from run_speed(kv, chosen, progress)
         if chosen.only != "speed":

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.config_sources import check_environment
+from kvferry.core.config_sources import check_assignments, check_environment
 from kvferry.core.errors import ConfigError, ProtocolError
+from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.core.units import parse_rate
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.demo.conversation import Chat, Script, first_prompt, load_chat, load_script
@@ -21,6 +22,7 @@ from kvferry.engine.demo.processes import LOG_VARIABLES, Child, ChildError, Proc
 from kvferry.engine.demo.report import Answer, Outcome, report
 from kvferry.engine.demo.sides import Ask, Side, SingleProcess, SplitDeployment
 from kvferry.engine.model_folder import KNOWN_MODELS, resolve_model_folder
+from kvferry.streaming import StreamCodec
 
 __all__ = ["DemoOptions", "default_threads", "run_demo"]
 
@@ -47,6 +49,7 @@ class DemoOptions:
         threads: Threads of the model in each process.
         rate: Limit of the link that carries KV, such as ``100MB/s``.
         keep_logs: Folder for the processes' logs.
+        settings: ``key=value`` of the configuration, for both workers.
     """
 
     model: str = "smollm2"
@@ -61,6 +64,7 @@ class DemoOptions:
     keep_logs: Path | None = None
     seed: int = 0
     temperature: float = 0.0
+    settings: tuple[str, ...] = ()
 
 
 def run_demo(options: DemoOptions, display: Display) -> dict[str, Any]:
@@ -72,7 +76,9 @@ def run_demo(options: DemoOptions, display: Display) -> dict[str, Any]:
         ConfigError: Options, model or cache folder cannot be used.
         KVFerryError: A process or a request failed.
     """
-    _check(options)
+    codec = _check(options)
+    if codec.pipelines:
+        display.say(codec.lossy_line() or f"KV travels encoded: {codec.text}")
     script = load_script(options.prompt_file)
     with termination_raises(), Processes(options.keep_logs) as processes:
         directory = resolve_model_folder(options.model, display.say)
@@ -91,11 +97,14 @@ def run_demo(options: DemoOptions, display: Display) -> dict[str, Any]:
         "chunk_tokens": options.chunk_tokens,
         "block_tokens": options.block_tokens,
         "rate": options.rate,
+        "stream_codec": codec.text,
+        "lossy": codec.accepts_lossy,
     }
     return report(demo.model_name, outcomes, settings)
 
 
-def _check(options: DemoOptions) -> None:
+def _check(options: DemoOptions) -> StreamCodec:
+    """Refuse what cannot work before anything is started; how KV will travel."""
     if options.chunk_tokens % options.block_tokens:
         raise ConfigError(
             f"--chunk-tokens {options.chunk_tokens} is no multiple of --block-tokens {options.block_tokens}"
@@ -103,6 +112,14 @@ def _check(options: DemoOptions) -> None:
     if options.rate is not None:
         parse_rate(options.rate)
     check_environment(LOG_VARIABLES)
+    stream = check_assignments(options.settings).stream
+    codec = StreamCodec(stream.codec, allow_lossy=stream.allow_lossy)
+    k = TensorSpec("k", (options.block_tokens, 1, 64), DType(options.dtype))
+    spec = KVSpec(model="demo", revision="", layers=(LayerSpec((k,)),), block_tokens=options.block_tokens)
+    reasons = [pipeline.unsupported(spec) for pipeline in codec.pipelines.values()]
+    if reasons and all(reasons):
+        raise ConfigError(f"stream.codec={codec.text}: {reasons[0]}; add --dtype bfloat16")
+    return codec
 
 
 class _Demo:
@@ -192,6 +209,7 @@ class _Demo:
             f"kv.memory={memory * 2}",
             f"store.dram_capacity={memory * 3}",
             f"stream.timeout={timeout}",
+            *options.settings,
         ]
 
     def _kv_listen(self) -> str:

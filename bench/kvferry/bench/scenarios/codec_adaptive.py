@@ -1,0 +1,158 @@
+"""``codec.adaptive``: the codec that a link chooses by itself, beside raw and fixed ones, at several rates.
+
+Layers of the KV of a text go from one process to another over a connection that is limited to a rate. The
+figure is the time from the first layer until all blocks are stored; each round streams once with every codec,
+with the same bytes. What was learnt stays from round to round, as it does between prompts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import xxhash
+
+from kvferry.bench.pairing import Progress, run_paired
+from kvferry.bench.peer import DIGEST_PREFIX, PeerProcess
+from kvferry.bench.results import Param, Result, Sample, summarise
+from kvferry.bench.scenarios.codec import CodecOptions
+from kvferry.bench.scenarios.codec_kv import ModelKV
+from kvferry.core.buffers import ByteArray
+from kvferry.core.clock import deadline_in
+from kvferry.core.keys import BlockKey, block_keys
+from kvferry.core.spec import KeyScope, KVSpec, namespace_id
+from kvferry.core.units import format_rate, parse_rate
+from kvferry.streaming import LayerSender, StreamCodec, codec_capabilities
+from kvferry.wire import Channel, ChannelOptions
+from kvferry.wire.messages import Handoff, Ping, Pong, SamplingParams
+
+__all__ = ["run_adaptive"]
+
+_WAIT_S = 300.0
+_HANDOFF = Handoff(prompt_tokens=1, cached_tokens=0, first_token=0, sampling=SamplingParams())
+
+
+@dataclass(frozen=True)
+class _Source:
+    """KV of one long prompt: ``[layers, blocks, bytes of a slice]``, the layers of a model over and over."""
+
+    spec: KVSpec
+    slices: ByteArray
+
+    @classmethod
+    def of(cls, kv: ModelKV, layers: int) -> _Source:
+        slices = kv.texts[0].slices
+        spec = KVSpec(model="bench", revision="r1", layers=(kv.layer,) * layers, block_tokens=kv.slice_tokens)
+        return cls(spec, np.ascontiguousarray(np.resize(slices, (layers, *slices.shape[1:]))))
+
+    @property
+    def blocks(self) -> int:
+        return int(self.slices.shape[1])
+
+    def layer(self, number: int) -> list[tuple[int, list[memoryview]]]:
+        """One layer of all blocks, as a sender takes it."""
+        slots = self.spec.layers[number].slots()
+        return [
+            (block, [row[s.offset : s.offset + s.spec.nbytes].data for s in slots])
+            for block, row in enumerate(self.slices[number])
+        ]
+
+    def digest(self) -> str:
+        """Of all bytes, as the receiver sees them."""
+        return xxhash.xxh3_64_hexdigest(self.slices.data)
+
+
+class _Streamer:
+    """Streams the prompt over one channel of its own."""
+
+    def __init__(self, peer: PeerProcess, source: _Source, codec: StreamCodec, rate: float) -> None:
+        options = ChannelOptions(
+            role="bench", session="bench", checksum=True, capabilities=codec_capabilities()
+        )
+        self._channel = Channel.connect(f"{peer.address}?rate={rate:.0f}", options, deadline_in(_WAIT_S))
+        self._source, self.link = source, codec.link(peer.address)
+        self._lossless = not codec.lossy
+
+    def __call__(self, name: str = "codec") -> Sample:
+        spec = self._source.spec
+        layers = [self._source.layer(number) for number in range(len(spec.layers))]
+        sender = LayerSender(self._channel, spec, codec=self.link)
+        sender.begin(name, _keys(self._source), 0, deadline=deadline_in(_WAIT_S))
+        start = time.perf_counter()
+        for number, views in enumerate(layers):
+            sender.put_layer(number, views)
+        done = sender.finish(_HANDOFF, deadline_in(_WAIT_S))
+        return Sample(time.perf_counter() - start, done.kv_nbytes)
+
+    def verify(self) -> bool:
+        """Stream once more; the receiver compares every byte, and a difference ends the channel."""
+        if not self._lossless:
+            return False
+        self(DIGEST_PREFIX + self._source.digest())
+        self._channel.call(Ping(), Pong, deadline=deadline_in(_WAIT_S))
+        return True
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+_prompts = count(1)
+
+
+def _keys(source: _Source) -> list[BlockKey]:
+    """Keys that no stream had before, so that every block travels."""
+    scope = KeyScope(salt=next(_prompts).to_bytes(8, "little"))
+    tokens = np.zeros(source.blocks * source.spec.block_tokens, "<u4")
+    return block_keys(namespace_id(source.spec, scope), tokens, source.spec.block_tokens)
+
+
+def run_adaptive(kv: ModelKV, options: CodecOptions, progress: Progress) -> Iterator[Result]:
+    """Every rate in turn."""
+    source = _Source.of(kv, options.layers)
+    peer = PeerProcess(2 * source.slices.nbytes + (64 << 20))
+    try:
+        for rate in map(parse_rate, options.rates):
+            yield _at_rate(peer, source, options, rate, progress)
+    finally:
+        peer.close()
+
+
+def _at_rate(
+    peer: PeerProcess, source: _Source, options: CodecOptions, rate: float, progress: Progress
+) -> Result:
+    fixed = {text: StreamCodec(text) for text in ("raw", *options.adaptive)}
+    auto = StreamCodec("auto", candidates=options.adaptive, allow_lossy=any(c.lossy for c in fixed.values()))
+    streamers = {name: _Streamer(peer, source, c, rate) for name, c in {"subject": auto, **fixed}.items()}
+    try:
+        subjects: dict[str, Callable[[], Sample]] = dict(streamers)
+        rounds = run_paired(
+            subjects, runs=options.runs, progress=progress, label=f"codec.adaptive at {format_rate(rate)}"
+        )
+        verified = streamers["subject"].verify()
+        link = streamers["subject"].link
+        assert link is not None
+        status = link.status()
+    finally:
+        for streamer in streamers.values():
+            streamer.close()
+    seconds = {name: [s.seconds for s in samples] for name, samples in rounds.items()}
+    best = min(fixed, key=lambda name: statistics.median(seconds[name]))
+    seconds["best_fixed"] = seconds[best]
+    params: dict[str, Param] = {
+        "rate": format_rate(rate),
+        "layers": len(source.spec.layers),
+        "blocks": source.blocks,
+        "kv_nbytes": source.slices.nbytes,
+        "model": options.model,
+        "kernels": options.kernels,
+        "cores": auto.cores,
+        "checksum": "xxh3",
+        "best_fixed": best,
+        "chosen": status.chosen,
+        "why": status.line(),
+    }
+    return summarise("codec.adaptive", params, "s", seconds, samples=rounds["subject"], verified=verified)
