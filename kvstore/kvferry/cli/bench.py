@@ -241,8 +241,7 @@ def codec(
         ),
     ] = None,
     rates: Annotated[
-        Text,
-        typer.Option(metavar="RATE;…", help="Links of adaptive. [default: 50MB/s;200MB/s;…;4GB/s]"),
+        Text, typer.Option(metavar="RATE;…", help="Links of adaptive. [default: 50MB/s;…;4GB/s]")
     ] = None,
     layers: Annotated[Number, typer.Option(min=1, help="Layers of adaptive. [default: 64]")] = None,
     walk: Walk = None,

@@ -97,5 +97,5 @@ def demo(
     display.result(result)
     if as_json:
         print_json(result)
-    if not result["identical"] and not result["lossy"]:
+    if not result["identical"] and not result.get("lossy"):
         raise typer.Exit(1)

@@ -42,9 +42,9 @@ class CodecOptions:
     only: str
     walk_nbytes: int
     runs: int
-    adaptive: tuple[str, ...]
-    rates: tuple[str, ...]
-    layers: int
+    adaptive: tuple[str, ...] = ()
+    rates: tuple[str, ...] = ()
+    layers: int = 64
 
     @classmethod
     def of(cls, options: Options) -> CodecOptions:
