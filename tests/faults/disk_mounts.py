@@ -138,6 +138,7 @@ def vanished(tier: DiskTier, disk: Path, again: Path) -> None:
     numbers = itertools.count(7000)
 
     def noticed() -> bool:
+        read(tier, held)  # used, so that what is written until then does not take their place
         write(tier, keys(next(numbers), 1))
         return said("has vanished") == 1
 

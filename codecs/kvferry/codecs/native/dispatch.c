@@ -1,5 +1,6 @@
 // What the library exports, and the choice of the instruction set at the first call.
 #include "copy.h"
+#include "files.h"
 #include "kvc.h"
 
 #include <stdlib.h>
@@ -95,3 +96,11 @@ KVC_EXPORT int64_t kvc_decode(
 }
 // dst and src do not overlap
 KVC_EXPORT void kvc_copy(uint8_t *dst, const uint8_t *src, size_t nbytes) { copy_past_caches(dst, src, nbytes); }
+
+KVC_EXPORT size_t kvc_file_nbytes(void) { return sizeof(kvc_file); }
+KVC_EXPORT size_t kvc_write_files(kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline) {
+    return files_write(files, count, nbytes, create, reuse, sync, deadline);
+}
+KVC_EXPORT size_t kvc_read_files(kvc_file *files, size_t count, int flags, double deadline) {
+    return files_read(files, count, flags, deadline);
+}

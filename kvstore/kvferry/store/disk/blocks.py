@@ -28,6 +28,7 @@ __all__ = [
     "BlockReader",
     "Scratch",
     "Stored",
+    "address_of",
     "is_aligned",
     "lay_out",
     "read_header",
@@ -39,6 +40,7 @@ __all__ = [
 _EMPTY: Final = memoryview(b"")
 _ZEROS: Final = memoryview(bytes(ALIGNMENT))
 _SHORT: Final = 8
+_TAIL_NBYTES: Final = 2 * ALIGNMENT
 
 
 class Stored(NamedTuple):
@@ -54,8 +56,9 @@ class Scratch(threading.local):
 
     Attributes:
         pages: For headers.
-        tails: As many pages.
-        tail: Two pages, where those are.
+        tails: As many pairs of pages.
+        page_addresses: Where the pages are.
+        tail_addresses: Where the tails are.
     """
 
     def __init__(self) -> None:
@@ -63,19 +66,21 @@ class Scratch(threading.local):
         self._memory = _EMPTY
         self.pages: list[memoryview] = []
         self.tails: list[memoryview] = []
-        self.tail = _EMPTY
+        self.page_addresses: range = range(0)
+        self.tail_addresses: range = range(0)
 
     def provide(self, header_nbytes: int, count: int) -> None:
         """See that there are ``count`` of each. What was there before is no longer valid."""
         if header_nbytes != self._header_nbytes or count > len(self.pages):
             end = count * header_nbytes
-            nbytes = end + (count + 1) * ALIGNMENT
+            nbytes = end + count * _TAIL_NBYTES
             if len(self._memory) < nbytes:
                 self._memory = page_aligned(nbytes)
-            memory, self._header_nbytes = self._memory, header_nbytes
+            memory, start, self._header_nbytes = self._memory, address_of(self._memory), header_nbytes
             self.pages = [memory[at : at + header_nbytes] for at in range(0, end, header_nbytes)]
-            self.tails = [memory[at : at + ALIGNMENT] for at in range(end, nbytes - ALIGNMENT, ALIGNMENT)]
-            self.tail = memory[end : end + 2 * ALIGNMENT]
+            self.tails = [memory[at : at + _TAIL_NBYTES] for at in range(end, nbytes, _TAIL_NBYTES)]
+            self.page_addresses = range(start, start + end, header_nbytes)
+            self.tail_addresses = range(start + end, start + nbytes, _TAIL_NBYTES)
 
 
 _scratch = Scratch()
@@ -87,15 +92,18 @@ def scratch(template: HeaderTemplate, count: int) -> Scratch:
     return _scratch
 
 
+def address_of(view: memoryview) -> int:
+    """Where ``view`` is in memory; 0 if it is empty."""
+    if not len(view):
+        return 0
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # eight times as fast
+
+
 def is_aligned(view: memoryview) -> bool:
     """Whether O_DIRECT takes ``view``, but for its length."""
-    if not len(view):
-        return True
-    if view.readonly:
-        address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-    else:  # eight times as fast
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return address % ALIGNMENT == 0
+    return address_of(view) % ALIGNMENT == 0
 
 
 def lay_out(
@@ -114,7 +122,7 @@ def lay_out(
         header: As it makes it.
         data: The block; with ``direct`` it must be aligned.
         page: Memory for the header, from :func:`scratch`; used with ``direct``.
-        last: A page for the end of the data, likewise.
+        last: A page or more for the end of the data, likewise.
         direct: Whether the parts must be fit for O_DIRECT.
     """
     rest = template.rest_nbytes
@@ -123,6 +131,7 @@ def lay_out(
     page[:] = header
     if not rest:
         return [page, data]
+    last = last[:ALIGNMENT]
     last[:rest] = data[-rest:]
     last[rest:] = _ZEROS[rest:]
     return [page, data[:-rest], last]
@@ -170,10 +179,9 @@ class BlockReader:
         self._namespace = namespace
         self._template = template
 
-    def scratch(self, count: int) -> tuple[list[memoryview], memoryview]:
-        """This thread's memory for the headers of ``count`` blocks, and what :meth:`fetch` needs beside."""
-        own = scratch(self._template, count)
-        return own.pages, own.tail
+    def scratch(self, count: int) -> Scratch:
+        """This thread's memory for the headers of ``count`` blocks, and for what is behind the data."""
+        return scratch(self._template, count)
 
     def fetch(
         self, fd: int, into: memoryview, page: memoryview, last: memoryview, *, direct: bool
@@ -201,9 +209,14 @@ class BlockReader:
             views = [page, into[:-rest], last]
         else:
             views = [page, into, last[rest:]]
-        if self._files.preadv(fd, views, 0) != template.file_nbytes:
+        return self.finish(self._files.preadv(fd, views, 0), into, last, direct=direct)
+
+    def finish(self, nbytes: int, into: memoryview, last: memoryview, *, direct: bool) -> int | None:
+        """As :meth:`fetch`, after ``nbytes`` of the file were read to the same places."""
+        template = self._template
+        if nbytes != template.file_nbytes:
             return None
-        if direct and rest:
+        if direct and (rest := template.rest_nbytes):
             copy_into(into[-rest:], last[:rest])
         return xxhash.xxh3_64_intdigest(into)
 

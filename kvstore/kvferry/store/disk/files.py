@@ -15,8 +15,11 @@ from typing import Final
 from kvferry.core.buffers import total_nbytes
 
 __all__ = [
+    "CREATE_FLAGS",
     "DIRECT",
     "NO_DIRECT",
+    "READ_FLAGS",
+    "REUSE_FLAGS",
     "Files",
     "is_gone",
     "open_quietly",
@@ -28,8 +31,12 @@ __all__ = [
 DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 NO_DIRECT: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP))
 """What a file system says that cannot do O_DIRECT, or not so."""
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO planted there must not hold us up
-_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""To open a file for reading; a FIFO planted there must not hold us up."""
+CREATE_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+"""To make a file."""
+REUSE_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""To open a file that is written over."""
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NO_ATIME: Final[int] = getattr(os, "O_NOATIME", 0)
 _IOV_MAX: Final = 1024
@@ -56,7 +63,7 @@ class Files:
 
     def open_file(self, name: str, folder: int, flags: int = 0) -> int:
         """Open a file for reading, whatever it is; a link is refused."""
-        return os.open(name, _READ | flags, dir_fd=folder)
+        return os.open(name, READ_FLAGS | flags, dir_fd=folder)
 
     def open_read(self, name: str, folder: int, flags: int = 0) -> tuple[int, int]:
         """Open a regular file for reading; returns it and its size. A link or a device there is refused."""
@@ -72,11 +79,11 @@ class Files:
 
     def create(self, name: str, folder: int, flags: int = 0) -> int:
         """Create a file that must not exist."""
-        return os.open(name, _CREATE | flags, 0o600, dir_fd=folder)
+        return os.open(name, CREATE_FLAGS | flags, 0o600, dir_fd=folder)
 
     def open_write(self, name: str, folder: int, flags: int = 0) -> int:
         """Open a file to write over it."""
-        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=folder)
+        return os.open(name, REUSE_FLAGS | flags, dir_fd=folder)
 
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         """Read once; returns the bytes read, 0 at the end of the file."""

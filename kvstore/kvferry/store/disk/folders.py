@@ -12,16 +12,17 @@ from typing import Final
 from kvferry.store.disk.files import Files, is_gone
 from kvferry.store.disk.names import shard_name, tenant_folder
 
-__all__ = ["Folders", "OpenFolder", "allocated_nbytes", "disk_nbytes"]
+__all__ = ["BLOCK_NBYTES", "Folders", "OpenFolder", "allocated_nbytes", "disk_nbytes", "file_nbytes"]
 
 _MAX_OPEN: Final = 320  # all shards of a namespace, and the folders of others that take turns with it
 _ALL: Final = -1  # in the place of a shard: the namespace's own folder
-_BLOCK_NBYTES: Final = 512  # the unit of st_blocks, whatever the file system
+BLOCK_NBYTES: Final = 512
+"""The unit of st_blocks, whatever the file system."""
 
 
 def allocated_nbytes(found: os.stat_result) -> int:
     """What a file or folder takes up now: for one with holes less than its size."""
-    return found.st_blocks * _BLOCK_NBYTES
+    return found.st_blocks * BLOCK_NBYTES
 
 
 def disk_nbytes(found: os.stat_result) -> int:
@@ -29,8 +30,12 @@ def disk_nbytes(found: os.stat_result) -> int:
 
     A file system may allocate late, or put off what it will need: the size is what it comes to.
     """
-    whole = -(-found.st_size // 4096) * 4096 if stat.S_ISREG(found.st_mode) else 0
-    return max(allocated_nbytes(found), whole)
+    return file_nbytes(found.st_size if stat.S_ISREG(found.st_mode) else 0, found.st_blocks)
+
+
+def file_nbytes(size: int, blocks: int) -> int:
+    """As :func:`disk_nbytes`, from size and blocks of a file."""
+    return max(blocks * BLOCK_NBYTES, -(-size // 4096) * 4096)
 
 
 class OpenFolder:
@@ -44,11 +49,16 @@ class OpenFolder:
         self._lock = threading.Lock()
         self.nbytes = allocated_nbytes(files.status(fd))
 
-    def growth(self) -> int:
-        """By how many bytes the folder has grown since this was last asked."""
+    def growth(self, now: int | None = None) -> int:
+        """By how many bytes the folder has grown since this was last asked.
+
+        ``now`` is what it took up a moment ago, if that is known; others may have seen it larger since.
+        """
         with self._lock:
-            now = allocated_nbytes(self._files.status(self.fd))
-            grown, self.nbytes = now - self.nbytes, now
+            if now is None:
+                now = allocated_nbytes(self._files.status(self.fd))
+            grown = max(0, now - self.nbytes)
+            self.nbytes += grown
             return grown
 
     def __del__(self) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvferry.core.clock import is_past
 from kvferry.core.errors import CorruptBlockError
 from kvferry.store.disk import names
-from kvferry.store.disk.blocks import Stored, is_aligned
+from kvferry.store.disk.blocks import Scratch, Stored, address_of
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of
 from kvferry.store.disk.folders import OpenFolder
+from kvferry.store.disk.header import ALIGNMENT
 from kvferry.store.disk.index import DiskEntry
 from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.state import DiskState, Home
@@ -37,10 +38,11 @@ def read_blocks(
     """
     entries = state.index.begin_reads(home.held, [block.key for block in blocks])
     try:
-        pages, last = home.reader.scratch(len(blocks))
-        checksums = _fetch(state, home, blocks, entries, pages, last, deadline)
+        own = home.reader.scratch(len(blocks))
+        fetch = _fetch if state.runs is None else _fetch_together
+        checksums = fetch(state, home, blocks, entries, own, deadline)
         results: list[tuple[ReadResult, DiskEntry | None]] = []
-        for block, entry, page, checksum in zip(blocks, entries, pages, checksums, strict=False):
+        for block, entry, page, checksum in zip(blocks, entries, own.pages, checksums, strict=False):
             if entry is None:
                 results.append((ReadResult(ReadOutcome.MISS), None))
             else:
@@ -56,8 +58,7 @@ def _fetch(
     home: Home,
     blocks: Sequence[BlockRead],
     entries: Sequence[DiskEntry | None],
-    pages: Sequence[memoryview],
-    last: memoryview,
+    own: Scratch,
     deadline: float,
 ) -> list[int | None]:
     """Read all files that are as this release writes them; ``None`` for one that needs another look.
@@ -68,12 +69,12 @@ def _fetch(
     files, fetch = state.files, home.reader.fetch
     places = [None if e is None else _place(state, b, e) for b, e in zip(blocks, entries, strict=True)]
     checksums: list[int | None] = []
-    for block, place, page in zip(blocks, places, pages, strict=False):
+    for block, place, page, last in zip(blocks, places, own.pages, own.tails, strict=False):
         if is_past(deadline):
             break
         checksum = None
         if place is not None:
-            root, folder, name, flags = place
+            root, folder, name, flags, _ = place
             try:
                 fd = files.open_file(name, folder.fd, flags)
                 try:
@@ -81,21 +82,69 @@ def _fetch(
                 finally:
                     files.close(fd)
             except OSError as error:
-                if flags and error.errno in NO_DIRECT:
-                    root.direct_read = False
+                _failed_direct(root, flags, error.errno)
         checksums.append(checksum)
     return checksums
 
 
-def _place(state: DiskState, block: BlockRead, entry: DiskEntry) -> tuple[Root, OpenFolder, str, int] | None:
-    """Where a block lies, and the flags to open it with; ``None`` if that is not so simple."""
-    root = state.roots[entry.root]
-    flags = DIRECT if root.direct_read and is_aligned(block.into) else 0
+def _fetch_together(
+    state: DiskState,
+    home: Home,
+    blocks: Sequence[BlockRead],
+    entries: Sequence[DiskEntry | None],
+    own: Scratch,
+    deadline: float,
+) -> list[int | None]:
+    """As :func:`_fetch`, by one call into the native library."""
+    assert state.runs is not None
+    run = state.runs.begin(home.template, len(blocks))
+    places = [None if e is None else _place(state, b, e) for b, e in zip(blocks, entries, strict=True)]
+    for place, page, tail in zip(places, own.page_addresses, own.tail_addresses, strict=False):
+        if place is not None:
+            _, folder, name, flags, into = place
+            run.add_read(folder.fd, flags, (page, into, tail), name)
+    found = iter(state.runs.read(run, deadline))
+    checksums: list[int | None] = []
+    for block, place, last in zip(blocks, places, own.tails, strict=False):
+        if place is None:
+            checksums.append(None)
+            continue
+        result = next(found, None)
+        if result is None:  # not begun
+            break
+        _, error, _, nbytes, *_ = result
+        if error:
+            _failed_direct(place.root, place.flags, error)
+            nbytes = 0
+        checksums.append(home.reader.finish(nbytes, block.into, last, direct=bool(place.flags)))
+    return checksums
+
+
+def _failed_direct(root: Root, flags: int, error: int | None) -> None:
+    """A read failed; maybe since the file system has no O_DIRECT."""
+    if flags and error in NO_DIRECT:
+        root.direct_read = False
+
+
+class _Place(NamedTuple):
+    """Where a block lies, the flags to open it with, and the address that it goes to."""
+
+    root: Root
+    folder: OpenFolder
+    name: str
+    flags: int
+    into: int
+
+
+def _place(state: DiskState, block: BlockRead, entry: DiskEntry) -> _Place | None:
+    """``None`` if it is not so simple."""
+    root, into = state.roots[entry.root], address_of(block.into)
     try:
         folder = root.folder(entry.index.tenant, entry.index.namespace_id, block.key)
     except OSError:
         return None
-    return root, folder, names.block_name(block.key), flags
+    flags = DIRECT if root.direct_read and into % ALIGNMENT == 0 else 0
+    return _Place(root, folder, names.block_name(block.key), flags, into)
 
 
 def _judge(

@@ -8,6 +8,7 @@ place of the disk that was mounted there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import os
@@ -64,6 +65,7 @@ class Root:
         direct_read: Whether reads go past the page cache.
         direct_write: Whether writes do.
         direct_text: Why, for people.
+        ended_address: Of 32 bits that are not 0 while it is down, for those who have no time to ask.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class Root:
         self.direct_read = False
         self.direct_write = False
         self.direct_text = ""
+        self._ended = ctypes.c_int32(1)
+        self.ended_address = ctypes.addressof(self._ended)
         self._files = files
         self._problems = problems
         self._tell = charge
@@ -143,6 +147,7 @@ class Root:
             self._top, self._held, self._device, self._folders = top, held, device, folders
             self._quarantine.reset(scan.quarantined)
             self._look_at = time.monotonic() + _LOOK_S
+            self._ended.value = 0
         self.charge(scan.overhead_nbytes + self._quarantine.nbytes)
         if held is None:
             self._problems.begin(self.path, "writes fail", _NO_RIGHT)
@@ -162,6 +167,7 @@ class Root:
         """Close everything and give the lock back."""
         with self._lock:
             held, folders = self._held, self._folders
+            self._ended.value = 1
             self._top = self._held = self._folders = None  # the descriptor goes with the last who uses it
             overhead, self._overhead = self._overhead, 0
             self._quarantine.reset([])
@@ -413,9 +419,9 @@ class Root:
         if folders is not None:
             folders.remove_if_empty(tenant, namespace_id, key[0])
 
-    def grown(self, folder: OpenFolder, spend: Callable[[int], None]) -> None:
-        """A file was made in ``folder``, by which it may have grown."""
-        grown = folder.growth()
+    def grown(self, folder: OpenFolder, spend: Callable[[int], None], nbytes: int | None = None) -> None:
+        """A file was made in ``folder``, by which it may have grown: to ``nbytes``, if that was looked at."""
+        grown = folder.growth(nbytes)
         if grown > 0:
             self.charge(grown, spend=spend)
 

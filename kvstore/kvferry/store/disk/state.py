@@ -15,6 +15,7 @@ from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.root import Root, RootDownError
+from kvferry.store.disk.runs import file_runs
 from kvferry.store.tier import TierNamespace
 
 __all__ = ["DiskState", "Home"]
@@ -47,6 +48,7 @@ class DiskState:
         problems: Where what goes wrong is told.
 
     Attributes:
+        runs: Writes and reads several files at once; ``None``: that is done one system call at a time.
         wake: Called when there is something to look after in the background.
     """
 
@@ -58,6 +60,7 @@ class DiskState:
         self.index = index
         self.roots = roots
         self.problems = problems
+        self.runs = file_runs() if type(files) is Files else None  # others want to see each call
         self.wake: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -14,14 +15,17 @@ import xxhash
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
-from kvferry.store.disk.blocks import is_aligned, lay_out, scratch, write_whole
+from kvferry.store.disk.blocks import address_of, lay_out, scratch, write_whole
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of
-from kvferry.store.disk.folders import OpenFolder, disk_nbytes
+from kvferry.store.disk.folders import BLOCK_NBYTES, OpenFolder, disk_nbytes, file_nbytes
+from kvferry.store.disk.header import ALIGNMENT
 from kvferry.store.disk.index import DiskEntry, Reservation
 from kvferry.store.disk.reads import LATE
 from kvferry.store.disk.room import NOT_YET, Rooms
 from kvferry.store.disk.root import Root, RootDownError
+from kvferry.store.disk.runs import DONE, SYNC_FOLDER, WRITE, Written
 from kvferry.store.disk.state import DiskState, Home
+from kvferry.store.disk.write_job import WriteJob
 from kvferry.store.tier import BlockWrite, WriteOutcome, WriteResult
 
 __all__ = ["Writes", "least_room"]
@@ -34,48 +38,6 @@ _IN_THE_WAY: Final = frozenset((errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.
 
 _STORED: Final = WriteResult(WriteOutcome.STORED)
 _LATE: Final = WriteResult(WriteOutcome.FAILED, LATE)
-
-
-class _Job:
-    """One block on its way to its file.
-
-    Attributes:
-        result: ``None`` until it is decided.
-        entry: What was stored.
-        root: Where it goes.
-        folder: Its folder; ``None`` if that is to be made.
-        room: What was taken for it and not yet given back; of the index too if it ``has_room``.
-        looks: Whether the device was looked at for room.
-        header: Of its file.
-        name: Of its file.
-        temporary: The name that it has first; empty once that was used.
-        flags: To open it with.
-        parts: What is written to it.
-        taken: What the file takes up.
-        ended: Whether its key may be written by others again.
-    """
-
-    __slots__ = (
-        "block", "ended", "entry", "flags", "folder", "has_room", "header", "looks", "name", "parts",
-        "result", "room", "root", "taken", "temporary",
-    )  # fmt: skip
-
-    def __init__(self, block: BlockWrite) -> None:
-        self.block = block
-        self.result: WriteResult | None = None
-        self.entry: DiskEntry | None = None
-        self.root: Root | None = None
-        self.folder: OpenFolder | None = None
-        self.room: Reservation | None = None
-        self.has_room = False
-        self.looks = False
-        self.header = b""
-        self.name = ""
-        self.temporary = ""
-        self.flags = 0
-        self.parts: list[memoryview] = []
-        self.taken = 0
-        self.ended = False
 
 
 def least_room(file_nbytes: int) -> int:
@@ -100,7 +62,7 @@ class Writes:
         In steps over all of them: see :func:`~kvferry.store.disk.reads.read_blocks`.
         """
         turns = self._state.index.begin_writes(home.held, [block.key for block in blocks])
-        jobs = [_Job(block) for block in blocks]
+        jobs = [WriteJob(block) for block in blocks]
         begun = [job for job, turn in zip(jobs, turns, strict=True) if turn is True]
         self._write_begun(home, begun, deadline)
         for job, turn in zip(jobs, turns, strict=True):
@@ -108,7 +70,7 @@ class Writes:
                 self._write_after(home, job, turn, deadline)
         return [(job.result or _LATE, job.entry) for job in jobs]
 
-    def _write_after(self, home: Home, job: _Job, turn: threading.Event | bool, deadline: float) -> None:
+    def _write_after(self, home: Home, job: WriteJob, turn: threading.Event | bool, deadline: float) -> None:
         """Write a block if it is not there when others are done with it."""
         while turn is not True:
             if turn is False:
@@ -121,7 +83,7 @@ class Writes:
             (turn,) = self._state.index.begin_writes(home.held, [job.block.key])
         self._write_begun(home, [job], deadline)
 
-    def _write_begun(self, home: Home, jobs: Sequence[_Job], deadline: float) -> None:
+    def _write_begun(self, home: Home, jobs: Sequence[WriteJob], deadline: float) -> None:
         """Write blocks whose keys were begun, and end them."""
         left = deque(jobs)
         try:
@@ -134,7 +96,7 @@ class Writes:
             if unended := [job for job in jobs if not job.ended]:
                 self._end(home, unended)
 
-    def _end(self, home: Home, jobs: Sequence[_Job]) -> None:
+    def _end(self, home: Home, jobs: Sequence[WriteJob]) -> None:
         """Give back what was taken for the jobs, and end their keys."""
         try:
             for job in jobs:
@@ -164,9 +126,9 @@ class Writes:
             with self._lock:
                 self._unsynced.update(folders)
 
-    def _prepare_some(self, home: Home, left: deque[_Job], deadline: float) -> list[_Job]:
+    def _prepare_some(self, home: Home, left: deque[WriteJob], deadline: float) -> list[WriteJob]:
         """Take jobs out of ``left`` as long as there is room for them together; returns those to be done."""
-        ready: list[_Job] = []
+        ready: list[WriteJob] = []
         fine: set[Root] = set()
         while left and self._prepare(home, left[0], deadline, fine, alone=not ready):
             job = left.popleft()
@@ -176,7 +138,7 @@ class Writes:
                     break
         return ready
 
-    def _prepare(self, home: Home, job: _Job, deadline: float, fine: set[Root], *, alone: bool) -> bool:
+    def _prepare(self, home: Home, job: WriteJob, deadline: float, fine: set[Root], *, alone: bool) -> bool:
         """Choose where a block goes and take the room, or give it its result.
 
         ``fine`` are the directories that need not be asked again whether they take it.
@@ -211,17 +173,20 @@ class Writes:
             job.result = self._failed(root, error, nbytes, looked=job.looks)
         return True
 
-    def _carry_out(self, home: Home, jobs: Sequence[_Job], deadline: float) -> None:
+    def _carry_out(self, home: Home, jobs: Sequence[WriteJob], deadline: float) -> None:
         """Write the files, up to the first that fails; those after it have no result then."""
         self._lay_out(home, jobs)
-        done: list[_Job] = []
-        for job in jobs:
+        done: list[WriteJob] = []
+        for number, job in enumerate(jobs):
             done.append(job)
-            if is_past(deadline):
+            if not job.taken and is_past(deadline):
                 job.result = _LATE
                 continue
             try:
-                job.taken = self._write_file(home, job)
+                if not job.taken:
+                    self._write_together(home, jobs[number:], deadline)
+                if not job.taken:
+                    job.taken = self._write_file(home, job)
             except OSError as error:
                 self._settle(job)
                 if job.root is not None:
@@ -238,12 +203,11 @@ class Writes:
             self._settle(job)
         self._end(home, done)
 
-    @staticmethod
-    def _lay_out(home: Home, jobs: Sequence[_Job]) -> None:
+    def _lay_out(self, home: Home, jobs: Sequence[WriteJob]) -> None:
         """Make the names and the contents of files."""
-        template = home.template
+        template, together = home.template, self._state.runs is not None
         own = scratch(template, len(jobs))
-        for job, page, last in zip(jobs, own.pages, own.tails, strict=False):
+        for number, job in enumerate(jobs):
             if job.root is None:
                 continue
             key, data, parent, position = job.block
@@ -251,11 +215,60 @@ class Writes:
                 job.header = template.build(key, parent, position, xxhash.xxh3_64_intdigest(data))
                 job.name = names.block_name(key)
             job.temporary = job.root.temporary_name(key)
-            direct = job.root.direct_write and is_aligned(data)
+            at = address_of(data)
+            direct = job.root.direct_write and at % ALIGNMENT == 0
             job.flags = DIRECT if direct else 0
-            job.parts = lay_out(template, job.header, data, page, last, direct=direct)
+            page, last = own.pages[number], own.tails[number]
+            job.parts = lay_out(template, job.header, data, page, last, direct=direct or together)
+            job.addresses = own.page_addresses[number], at, own.tail_addresses[number]
 
-    def _stored(self, home: Home, job: _Job) -> None:
+    def _write_together(self, home: Home, jobs: Sequence[WriteJob], deadline: float) -> None:
+        """Write files by one call into the native library, as far as all is as usual.
+
+        A job that has neither ``taken`` nor ``failure`` then is to be written by itself.
+        """
+        state, folders = self._state, list[OpenFolder]()
+        if state.runs is None:
+            return
+        run = state.runs.begin(home.template, len(jobs))
+        for job in jobs:
+            root, room, folder = job.root, job.room, job.folder
+            if root is None or room is None or folder is None:
+                break
+            names_ = job.name, job.temporary, root.ended_address
+            if (entry := room.spare) is None:
+                run.add_write(folder.fd, job.flags, job.addresses, *names_)
+                continue
+            try:
+                source = root.folder(entry.index.tenant, entry.index.namespace_id, entry.key)
+            except OSError:
+                break
+            folders.append(source)  # it stays open
+            spare = names.block_name(entry.key)
+            run.add_write(folder.fd, job.flags, job.addresses, *names_, source.fd, spare)
+        if run.count:
+            for job, found in zip(jobs, state.runs.write(run, state.options.sync, deadline), strict=False):
+                self._written(home, job, found)
+
+    def _written(self, home: Home, job: WriteJob, found: Written) -> None:
+        """Account for what became of a file in the native library."""
+        step, error, reused, _, size, blocks, folder_blocks = found
+        root, room, folder = job.root, job.room, job.folder
+        assert root is not None  # else it would not have been begun
+        assert room is not None
+        assert folder is not None
+        if reused:
+            self._used_spare(room, root)
+        if step == DONE:
+            job.taken = file_nbytes(size, blocks)
+            job.folder_nbytes = folder_blocks * BLOCK_NBYTES
+            self._sync_later(folder)
+        elif step >= WRITE:
+            job.failure = OSError(error, os.strerror(error))
+            self._withdraw_file(home, job, root, folder, "" if step == SYNC_FOLDER else job.temporary)
+            job.temporary = ""
+
+    def _stored(self, home: Home, job: WriteJob) -> None:
         """Account for a file that was written, if it was."""
         root, room, folder, block = job.root, job.room, job.folder, job.block
         if job.result is not _STORED or root is None or room is None:
@@ -263,10 +276,10 @@ class Writes:
         room.spend(job.taken)
         if folder is not None:
             with contextlib.suppress(OSError):  # the block is there, whatever the folder says
-                root.grown(folder, room.spend)
+                root.grown(folder, room.spend, job.folder_nbytes)
         job.entry = DiskEntry(home.held, block.key, block.parent, job.taken, root.number, block.position)
 
-    def _settle(self, job: _Job) -> None:
+    def _settle(self, job: WriteJob) -> None:
         """Give back the room of a job that is left."""
         root, room, has_room = job.root, job.room, job.has_room
         job.room, job.has_room = None, False
@@ -321,14 +334,20 @@ class Writes:
             room.spare = None  # somebody has removed it
             state.index.gone(entry, 0)
             return False
-        room.spare = None
-        state.index.gone(entry, 0)
-        state.count(("evicted",))
-        if state.tidies(home):
-            root.tidy(home.tenant, home.namespace_id, entry.key)
+        self._used_spare(room, root)
         return True
 
-    def _write_file(self, home: Home, job: _Job) -> int:
+    def _used_spare(self, room: Reservation, root: Root) -> None:
+        """Account for a spare file that has got another name."""
+        entry, room.spare = room.spare, None
+        if entry is not None:
+            state, home = self._state, entry.index
+            state.index.gone(entry, 0)
+            state.count(("evicted",))
+            if state.tidies(home):
+                root.tidy(home.tenant, home.namespace_id, entry.key)
+
+    def _write_file(self, home: Home, job: WriteJob) -> int:
         """Returns the bytes that the file takes up."""
         block, root, room, folder = job.block, job.root, job.room, job.folder
         assert root is not None  # it was prepared
@@ -337,6 +356,8 @@ class Writes:
             raise RootDownError(errno.ENODEV, "the directory is down")
         while True:
             try:
+                if job.failure is not None:
+                    raise job.take_failure()  # as if it had been met here
                 if folder is None:
                     where = (home.held.tenant, home.held.namespace_id, block.key)
                     job.folder = folder = root.folder(*where, make=room.spend)
@@ -371,7 +392,7 @@ class Writes:
         files.unlink(name, folder.fd)
         return files.create(name, folder.fd, flags)
 
-    def _fill(self, fd: int, name: str, home: Home, job: _Job, root: Root, folder: OpenFolder) -> int:
+    def _fill(self, fd: int, name: str, home: Home, job: WriteJob, root: Root, folder: OpenFolder) -> int:
         """Write the file, sync it, and give it its name; returns the bytes that it takes up."""
         files, sync, nbytes = self._state.files, self._state.options.sync, home.template.file_nbytes
         named = False
@@ -388,14 +409,25 @@ class Writes:
             if sync == "full":
                 files.sync(folder.fd)
         except BaseException:
-            block = job.block
-            entry = DiskEntry(home.held, block.key, block.parent, nbytes, root.number) if named else None
-            self._withdraw(job.name if named else name, root, folder, nbytes, entry)
+            self._withdraw_file(home, job, root, folder, "" if named else name)
             raise
-        if sync == "data":
+        self._sync_later(folder)
+        return taken
+
+    def _sync_later(self, folder: OpenFolder) -> None:
+        """A file was made in ``folder``; its name is made durable by the next flush, if that is asked."""
+        if self._state.options.sync == "data":
             with self._lock:
                 self._unsynced[folder.fd] = folder
-        return taken
+
+    def _withdraw_file(
+        self, home: Home, job: WriteJob, root: Root, folder: OpenFolder, temporary: str
+    ) -> None:
+        """Remove a file that failed: under its name already, if there is no temporary one."""
+        block, nbytes, entry = job.block, home.template.file_nbytes, None
+        if not temporary:
+            entry = DiskEntry(home.held, block.key, block.parent, nbytes, root.number)
+        self._withdraw(temporary or job.name, root, folder, nbytes, entry)
 
     def _withdraw(
         self, name: str, root: Root, folder: OpenFolder, nbytes: int, entry: DiskEntry | None = None

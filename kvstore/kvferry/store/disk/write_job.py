@@ -1,0 +1,67 @@
+"""One block on its way to its file."""
+
+from __future__ import annotations
+
+from kvferry.store.disk.folders import OpenFolder
+from kvferry.store.disk.index import DiskEntry, Reservation
+from kvferry.store.disk.root import Root
+from kvferry.store.tier import BlockWrite, WriteResult
+
+__all__ = ["WriteJob"]
+
+
+class WriteJob:
+    """One block on its way to its file.
+
+    Attributes:
+        result: ``None`` until it is decided.
+        entry: What was stored.
+        root: Where it goes.
+        folder: Its folder; ``None`` if that is to be made.
+        room: What was taken for it and not yet given back; of the index too if it ``has_room``.
+        looks: Whether the device was looked at for room.
+        header: Of its file.
+        name: Of its file.
+        temporary: The name that it has first; empty once that was used.
+        flags: To open it with.
+        parts: What is written to it.
+        addresses: Of its header, data and last page.
+        taken: What the file takes up; 0 until it is written.
+        folder_nbytes: What its folder takes up then, if that is known.
+        failure: Why it could not be written together with others.
+        ended: Whether its key may be written by others again.
+    """
+
+    __slots__ = (
+        "addresses", "block", "ended", "entry", "failure", "flags", "folder", "folder_nbytes", "has_room",
+        "header", "looks", "name", "parts", "result", "room", "root", "taken", "temporary",
+    )  # fmt: skip
+
+    def __init__(self, block: BlockWrite) -> None:
+        self.block = block
+        self.result: WriteResult | None = None
+        self.entry: DiskEntry | None = None
+        self.root: Root | None = None
+        self.folder: OpenFolder | None = None
+        self.room: Reservation | None = None
+        self.has_room = False
+        self.looks = False
+        self.header = b""
+        self.name = ""
+        self.temporary = ""
+        self.flags = 0
+        self.parts: list[memoryview] = []
+        self.addresses: tuple[int, int, int] = (0, 0, 0)
+        self.taken = 0
+        self.folder_nbytes: int | None = None
+        self.failure: OSError | None = None
+        self.ended = False
+
+    def take_failure(self) -> OSError:
+        """The failure, for the caller to raise at once.
+
+        In a local variable it would keep the frame that raises it, and the folders open that are used there.
+        """
+        failure, self.failure = self.failure, None
+        assert failure is not None
+        return failure
