@@ -107,8 +107,12 @@ def encode_header(
     dst[:size] = (fixed + stages).ljust(size, b"\0")
 
 
-def parse_frame(src: memoryview) -> Frame:
+def parse_frame(src: memoryview, nbytes: int | None = None) -> Frame:
     """Take one frame apart; ``src`` is exactly one.
+
+    Args:
+        src: The frame, or its start with the whole header, if the body is elsewhere.
+        nbytes: Size of the whole frame in that case.
 
     Raises:
         CorruptBlockError: If it is none, cut, longer than it says, or of a newer version.
@@ -121,9 +125,10 @@ def parse_frame(src: memoryview) -> Frame:
     if version != VERSION:
         raise CorruptBlockError(f"an encoded slice of format {version}; this kvferry reads {VERSION}")
     fits = _FIXED.size + stages <= size <= MAX_HEADER_NBYTES
-    if size % _ALIGNMENT or not fits or size + body != len(src):
+    total = len(src) if nbytes is None else nbytes
+    if size % _ALIGNMENT or not fits or size + body != total:
         raise CorruptBlockError(
-            f"an encoded slice of {len(src)} bytes declares a header of {size} and a body of {body}"
+            f"an encoded slice of {total} bytes declares a header of {size} and a body of {body}"
         )
     if flags & ~(_LOSSY | _RAW):
         raise CorruptBlockError(f"an encoded slice has unknown flags {flags:#x}")

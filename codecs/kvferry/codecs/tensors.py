@@ -33,6 +33,10 @@ class TensorCodec(Codec):
     def operation(self, tensor: TensorSpec) -> Operation:
         """What is done with ``tensor``, which has 16-bit floats and a token axis."""
 
+    def plan(self, layer: LayerSpec) -> Plan:
+        """What is done with each part of a slice of ``layer``."""
+        return self._plan(layer)
+
     def unsupported(self, layer: LayerSpec) -> str:
         """It needs a tensor of 16-bit floats with a token axis."""
         if layer.nbytes and not any(piece.operation for piece in self._plan(layer).pieces):

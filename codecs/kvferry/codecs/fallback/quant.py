@@ -5,7 +5,7 @@ Groups are lanes here: the last axis of an array runs over the elements of a gro
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ from kvferry.codecs.kernels import CHANNEL, FP8, FP8_PLAIN, INT4, INT8, TOKEN
 from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import CorruptBlockError
 
-__all__ = ["quant_decode", "quant_encode"]
+__all__ = ["code_nbytes", "cuts", "quant_decode", "quant_encode", "sizes_of", "valid"]
 
 _KEPT: Final = 0xFFFF
 _MOST_INT4: Final = 127
@@ -50,6 +50,21 @@ class _Lanes(NamedTuple):
     kept: _Mask
 
 
+class Shape(Protocol):
+    """What sizes follow from: a tensor of some slices, on the host or a device."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def last(self) -> int: ...
+
+
 class _Sizes(NamedTuple):
     """Bytes of the two planes of a section."""
 
@@ -60,9 +75,9 @@ class _Sizes(NamedTuple):
 def quant_encode(view: TensorView, kind: int, axis: int, group: int, dst: ByteArray) -> int:
     """As ``quant_encode`` of the native library."""
     raw = SECTION_NBYTES + view.count * view.nbytes
-    if not _valid(view, kind, axis, group):
+    if not valid(view, kind, axis, group):
         return store_raw(view, dst)
-    sizes = _sizes(view, kind, axis, group)
+    sizes = sizes_of(view, kind, axis, group)
     if SECTION_NBYTES + sizes.parameters + sizes.codes > raw:
         return store_raw(view, dst)
     elements = view.load()
@@ -89,9 +104,9 @@ def quant_decode(view: TensorView, kind: int, src: ByteArray) -> int:
     mode, axis, group, _ = parse_header(src)
     if mode == RAW:
         return load_raw(view, src)
-    if mode != kind or not _valid(view, kind, axis, group):
+    if mode != kind or not valid(view, kind, axis, group):
         raise CorruptBlockError(DAMAGED)
-    sizes = _sizes(view, kind, axis, group)
+    sizes = sizes_of(view, kind, axis, group)
     at = SECTION_NBYTES + sizes.parameters
     end = at + sizes.codes
     if len(src) < end:
@@ -107,7 +122,8 @@ def quant_decode(view: TensorView, kind: int, src: ByteArray) -> int:
     return end + used
 
 
-def _valid(view: TensorView, kind: int, axis: int, group: int) -> bool:
+def valid(view: Shape, kind: int, axis: int, group: int) -> bool:
+    """Whether a section can be of that kind."""
     most = _MOST_INT4 if axis == TOKEN and kind == INT4 else 0xFFFF
     known = kind in (INT8, INT4, FP8, FP8_PLAIN) and (
         axis == TOKEN or (axis == CHANNEL and kind != FP8_PLAIN)
@@ -115,17 +131,19 @@ def _valid(view: TensorView, kind: int, axis: int, group: int) -> bool:
     return known and view.count * view.nbytes > 0 and 0 < group <= most
 
 
-def _code_nbytes(kind: int, length: int) -> int:
+def code_nbytes(kind: int, length: int) -> int:
+    """Bytes of the codes of a group."""
     return (length + 1) // 2 if kind == INT4 else length
 
 
-def _sizes(view: TensorView, kind: int, axis: int, group: int) -> _Sizes:
+def sizes_of(view: Shape, kind: int, axis: int, group: int) -> _Sizes:
+    """Bytes of both planes of a section."""
     total, size = view.count * view.nbytes // 2, 4 if kind == INT4 else 2
     length = view.last if axis == TOKEN else view.rows * view.count
     lanes = total // length
     groups = -(-length // group)
     rest = length % group
-    codes = length // group * _code_nbytes(kind, group) + _code_nbytes(kind, rest)
+    codes = length // group * code_nbytes(kind, group) + code_nbytes(kind, rest)
     return _Sizes(0 if kind == FP8_PLAIN else lanes * groups * size, lanes * codes)
 
 
@@ -165,7 +183,7 @@ def _encode_int4(raw: U16, dtype: int) -> _Lanes:
     with np.errstate(over="ignore"):
         scaled = (values - np.where(kept, np.float32(0), lowest)[:, None]) * inverse[:, None]
     codes = np.clip(np.rint(scaled), 0, 15).astype(np.uint8)
-    half = _code_nbytes(INT4, raw.shape[1])
+    half = code_nbytes(INT4, raw.shape[1])
     packed = codes[:, :half].copy()
     packed[:, : raw.shape[1] - half] |= codes[:, half:] << 4
     packed[kept] = 0
@@ -192,7 +210,7 @@ def _decode_lanes(parameters: list[U16], codes: ByteArray, length: int, kind: in
 # -- by token ------------------------------------------------------------------------------------------
 
 
-def _cuts(length: int, group: int) -> list[tuple[int, int, int]]:
+def cuts(length: int, group: int) -> list[tuple[int, int, int]]:
     """Whole groups of a run together, then what is left over: first element, groups, elements of each."""
     whole, rest = divmod(length, group)
     return [cut for cut in ((0, whole, group), (whole * group, 1, rest)) if cut[1] and cut[2]]
@@ -201,7 +219,7 @@ def _cuts(length: int, group: int) -> list[tuple[int, int, int]]:
 def _encode_tokens(runs: U16, kind: int, group: int, dtype: int) -> tuple[list[ByteArray], int]:
     count, length = runs.shape
     parameters, codes, kept = [], [], []
-    for start, groups, size in _cuts(length, group):
+    for start, groups, size in cuts(length, group):
         lane = _encode_lanes(runs[:, start : start + groups * size].reshape(-1, size), kind, dtype)
         parameters.append(np.stack(lane.parameters, axis=1).reshape(count, groups, -1))
         codes.append(lane.codes.reshape(count, -1))
@@ -223,8 +241,8 @@ def _decode_tokens(
     coded = codes.reshape(runs, -1)
     out = np.zeros((runs, length), np.uint16)
     first = offset = 0
-    for start, groups, size in _cuts(length, group):
-        nbytes = _code_nbytes(kind, size)
+    for start, groups, size in cuts(length, group):
+        nbytes = code_nbytes(kind, size)
         lane = coded[:, offset : offset + groups * nbytes].reshape(-1, nbytes)
         columns = [table[:, first : first + groups, i].reshape(-1) for i in range(table.shape[2])]
         values = _decode_lanes(columns, lane, size, kind, view.dtype)
@@ -271,7 +289,7 @@ def _decode_channels(
     for number, row in enumerate(range(0, rows, group)):
         size = min(group, rows - row)
         table = parameters[number * width : (number + 1) * width].reshape(-1, cols)
-        nbytes = _code_nbytes(kind, size) * cols
+        nbytes = code_nbytes(kind, size) * cols
         lane = np.ascontiguousarray(codes[at : at + nbytes].reshape(-1, cols).T)
         at += nbytes
         block = _decode_lanes(list(table), lane, size, kind, view.dtype)

@@ -1,0 +1,123 @@
+"""A pipeline on torch tensors."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from kvferry.codecs.base import slice_count
+from kvferry.codecs.device.ebp import ebp_decode, ebp_encode
+from kvferry.codecs.device.quant import quant_decode, quant_encode
+from kvferry.codecs.device.view import DAMAGED, DeviceView, load_raw, store_raw
+from kvferry.codecs.frame import (
+    MAX_HEADER_NBYTES,
+    encode_header,
+    header_nbytes,
+    parse_frame,
+    stage_bytes,
+)
+from kvferry.codecs.kernels import EBP, QUANT, Piece
+from kvferry.codecs.pipeline import CodecPipeline
+from kvferry.codecs.tensors import TensorCodec
+from kvferry.core.errors import CodecError, CorruptBlockError
+from kvferry.core.spec import LayerSpec
+
+__all__ = ["DevicePipeline"]
+
+_KNOWN: Final = (EBP, QUANT)
+
+
+class DevicePipeline:
+    """Encodes and decodes on the device of the tensors; the frames are those of ``pipeline`` on the host.
+
+    ``ebp``, ``int8``, ``int4`` and ``fp8`` alone; other pipelines run on the host. Thread safe. The size of a
+    frame depends on the values, so each call waits for the device. The bound of a lossy codec is checked by
+    :class:`CodecPipeline` only.
+
+    Args:
+        pipeline: What to do.
+
+    Raises:
+        CodecError: If it has other stages.
+    """
+
+    def __init__(self, pipeline: CodecPipeline) -> None:
+        codec = pipeline.codec
+        if len(pipeline.stages) != 1 or not isinstance(codec, TensorCodec):
+            raise CodecError(f"codec {pipeline.text!r} runs on the host only; write ebp, int8, int4 or fp8")
+        self.pipeline: Final = pipeline
+        self._codec: Final = codec
+        self._named = stage_bytes(((codec.codec_id, codec.config()),))
+
+    def encode(self, src: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
+        """One frame of whole slices of ``layer``.
+
+        Args:
+            src: Their bytes, uint8, contiguous.
+            layer: What they are.
+
+        Returns:
+            The frame, uint8, on the device of ``src``.
+
+        Raises:
+            CodecError: If ``src`` is no whole number of slices, or the codec does not apply to ``layer``.
+        """
+        data = self._slices(src, layer)
+        plan = self._codec.plan(layer)
+        if not plan.useful or any(p.operation and p.operation.code not in _KNOWN for p in plan.pieces):
+            raise CodecError(
+                self._codec.unsupported(layer) or f"codec {self.pipeline.text!r} runs on the host only"
+            )
+        sections = [_encode(DeviceView.of(data, piece), piece) for piece in plan.pieces] if len(data) else []
+        body = torch.cat(sections) if sections else src[:0]
+        raw = body.numel() >= src.numel()
+        if raw:
+            body = src
+        head = bytearray(header_nbytes(self._named))
+        lossy = not (self._codec.lossless or raw)
+        encode_header(memoryview(head), self._named, src.numel(), body.numel(), lossy=lossy, stored_raw=raw)
+        return torch.cat([torch.frombuffer(head, dtype=torch.uint8).to(src.device), body])
+
+    def decode(self, frame: torch.Tensor, layer: LayerSpec, dst: torch.Tensor) -> None:
+        """Decode one frame of this pipeline into ``dst``, uint8, contiguous, on the device of ``frame``.
+
+        Raises:
+            CorruptBlockError: If it does not hold exactly what ``dst`` takes, or other stages wrote it.
+            CodecError: If ``dst`` is no whole number of slices.
+        """
+        data = self._slices(dst, layer)
+        head = memoryview(bytes(frame[:MAX_HEADER_NBYTES].cpu().numpy()))
+        parsed = parse_frame(head, frame.numel())
+        if parsed.stages != self._named or parsed.decoded_nbytes != dst.numel():
+            raise CorruptBlockError(f"the frame does not hold {dst.numel()} bytes of {self.pipeline.text!r}")
+        body = frame[header_nbytes(self._named) :]
+        if parsed.stored_raw:
+            if body.numel() != dst.numel():
+                raise CorruptBlockError(f"{body.numel()} bytes were stored as they are, not {dst.numel()}")
+            dst.copy_(body)
+            return
+        at = 0
+        for piece in self._codec.plan(layer).pieces if len(data) else ():
+            at += _decode(DeviceView.of(data, piece), piece, body[at:])
+        if at != body.numel():
+            raise CorruptBlockError(DAMAGED)
+
+    def _slices(self, flat: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
+        if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
+            raise CodecError("slices are flat, contiguous uint8 tensors; take tensor.view(torch.uint8)")
+        return flat.view(slice_count(flat.numel(), layer, self.pipeline.text), layer.nbytes)
+
+
+def _encode(view: DeviceView, piece: Piece) -> torch.Tensor:
+    code, first, second, group = piece.operation
+    if code == EBP:
+        return ebp_encode(view, first)
+    return quant_encode(view, first, second, group) if code == QUANT else store_raw(view)
+
+
+def _decode(view: DeviceView, piece: Piece, src: torch.Tensor) -> int:
+    code, first, _, _ = piece.operation
+    if code == EBP:
+        return ebp_decode(view, src)
+    return quant_decode(view, first, src) if code == QUANT else load_raw(view, src)
