@@ -35,7 +35,7 @@ __all__ = ["MAX_LANES", "LaneAssembler", "LaneConnection", "Laned", "parse_lanes
 log = logging.getLogger(__name__)
 
 MAX_LANES: Final = 16
-STRIPE_NBYTES: Final = 512 << 10
+STRIPE_NBYTES: Final = 1 << 20
 MAGIC: Final = b"\x89KVLANE\n"
 _PREAMBLE: Final = struct.Struct("<8s16sHHI")  # magic, id, lane, lanes, bytes of a stripe
 _PREAMBLE_S: Final = 5.0

@@ -206,17 +206,7 @@ class SocketConnection(StreamConnection):
         guard, got = self._guard, 0
         guard.enter(self._name)
         try:
-            limit, left = self._recv_limit, deadline - time.monotonic()
-            if self._direct and limit <= left and (limit >= 1.0 or left <= limit + limit):
-                # the short way: what the loop below does, if nothing is out of the ordinary
-                try:
-                    got = guard.sock.recv_into(view)
-                    if got == 0 or guard.closed:
-                        raise self._ended(0, minimum)
-                except BlockingIOError:
-                    pass  # the loop knows whether the deadline has passed
-                except OSError as error:
-                    raise self._failed(error, "receiving") from error
+            got = self._recv_directly(view, 0, deadline, 0, minimum)
             while got < minimum:
                 piece = view[got:] if got else view
                 n = self._recv_some([piece], deadline, "receiving", waits=True, all_of_it=False)
@@ -226,6 +216,21 @@ class SocketConnection(StreamConnection):
             return got
         finally:
             guard.leave()
+
+    def _recv_directly(self, view: memoryview, flags: int, until: float, before: int, total: int) -> int:
+        """The short way: bytes received if nothing is out of the ordinary; 0 for the long way to go on."""
+        limit, left = self._recv_limit, until - time.monotonic()
+        if not (self._direct and limit <= left and (limit >= 1.0 or left <= limit + limit)):
+            return 0
+        try:
+            n = self._guard.sock.recv_into(view, 0, flags)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._failed(error, "receiving") from error
+        if n == 0 or self._guard.closed:
+            raise self._ended(before, total)
+        return n
 
     def _receive(
         self, left: list[memoryview], wanted: int, until: float, *, before: int = 0, total: int = 0
@@ -292,7 +297,12 @@ class SocketConnection(StreamConnection):
         """
         self._guard.enter(self._name)
         try:
-            return self._receive(list(views), wanted, until, before=before, total=total)
+            n = self._recv_directly(views[0], _ALL, until, before, total) if len(views) == 1 else 0
+            if n == wanted:
+                return n
+            left = list(views)
+            del left[: advance(left, 0, n)]
+            return n + self._receive(left, wanted - n, until, before=before + n, total=total)
         finally:
             self._guard.leave()
 
@@ -304,6 +314,8 @@ class SocketConnection(StreamConnection):
         guard = self._guard
         guard.enter(self._name)
         try:
+            if n := self._recv_directly(view, 0, until, before, total):
+                return n
             n = self._recv_some([view], until, "receiving", waits=True, all_of_it=False)
             if n == 0 or guard.closed:
                 raise self._ended(before, total)
