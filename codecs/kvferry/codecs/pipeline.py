@@ -27,6 +27,7 @@ __all__ = ["CodecPipeline", "decode_frame"]
 _CACHED: Final = 64
 _CHECK_EVERY: Final = 16
 _CHECK_AFTER_FAILURE: Final = 64
+_CHECKED_TOKENS: Final = 64
 _scratch: Final = Scratch()
 
 
@@ -250,10 +251,11 @@ class CodecPipeline:
 
     def _out_of(self, src: memoryview, layer: LayerSpec, body: memoryview) -> SliceError | None:
         """The worst tensor outside its bound after decoding again, if any."""
+        tokens = None if self._check == "always" else _CHECKED_TOKENS
         with _scratch.taken() as buffer:
             again = buffer("check", len(src))
             self._decode(body, layer, len(src) // layer.nbytes, again)
-            for error in slice_errors(src, again, layer):
+            for error in slice_errors(src, again, layer, tokens):
                 if not error.bounded <= self.codec.error_bound(error.tensor):  # also for NaN
                     return error
         return None

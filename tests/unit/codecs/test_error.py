@@ -58,3 +58,20 @@ def test_types() -> None:
     layer = LayerSpec((TensorSpec("k", (64,), DType.FLOAT8_E4M3FN),))
     assert not list(slice_errors(memoryview(bytes(64)), memoryview(b"\1" * 64), layer))
     assert not list(slice_errors(memoryview(b""), memoryview(b""), LAYER))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e6, 1e25])
+def test_all_magnitudes_and_some_tokens(scale: float) -> None:
+    layer = LayerSpec((TensorSpec("k", (256, 2, 8), DType.FLOAT32),))
+    x = np.random.default_rng(1).standard_normal((3, 256, 16)).astype(np.float32) * np.float32(scale)
+    y = x * np.float32(1.01)
+    raw = [a.view(np.uint8).reshape(-1).data for a in (x, y)]
+    for tokens in (None, 64, 100, 300):
+        (error,) = slice_errors(raw[0], raw[1], layer, tokens)
+        assert error.relative_l2 == pytest.approx(0.01, rel=1e-3)
+        assert error.bounded == pytest.approx(0.01, rel=1e-3)
+        assert 0.02 * scale < error.maximum < 0.06 * scale
+    y[:, ::4] = x[:, ::4]
+    assert [e.maximum for e in slice_errors(raw[0], raw[1], layer, 64)] == [0]
+    y[1, 128, 3] = np.nan
+    assert all(math.isnan(e.relative_l2) for e in slice_errors(raw[0], raw[1], layer, 64))
