@@ -16,6 +16,7 @@ from kvferry.core.errors import CapacityError, ConfigError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.segments import MappedSegment, Segment, SegmentInfo, Slot, pages_of
 from kvferry.core.streaming_copy import stream_into
+from kvferry.core.values import require_whole
 
 __all__ = [
     "Arena",
@@ -87,12 +88,12 @@ class Arena:
         shared: bool = True,
         placement: Placement = ANYWHERE,
     ) -> None:
+        require_whole("capacity_nbytes", capacity_nbytes)
         if capacity_nbytes < PAGE_NBYTES:
             raise ConfigError(
                 f"an arena of {capacity_nbytes} bytes; at least one page ({PAGE_NBYTES}) is needed"
             )
-        if segment_nbytes < 1:
-            raise ConfigError(f"segment_nbytes is {segment_nbytes}, must be at least 1")
+        require_whole("segment_nbytes", segment_nbytes, least=1)
         placement.check(capacity_nbytes)
         available = available_memory()
         if capacity_nbytes > available and not placement.hugepages:

@@ -9,7 +9,7 @@ Import this module only where the configuration is used: it brings pydantic.
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from kvferry.core.config_tiers import TierConfig
 from kvferry.core.config_types import Kind, Nbytes, Policy, Seconds, Section, Url
@@ -156,6 +156,17 @@ class StoreConfig(Section):
     tiers: tuple[TierConfig, ...] = Field(
         default=(), max_length=8, description="Slower tiers, fastest first; text is kind:path?option=value."
     )
+
+    @field_validator("high_watermark")
+    @classmethod
+    def _above_low(cls, high: float, info: ValidationInfo) -> float:
+        low = float(info.data.get("low_watermark", 0))  # not there if it is wrong itself
+        if low > high or low == high < 1:
+            raise ConfigError(
+                f"must be above low_watermark, which is {low:g}: eviction in the background goes from the "
+                "high one down to the low one"
+            )
+        return high
 
     @field_validator("tiers")
     @classmethod

@@ -305,7 +305,7 @@ def _explain(error: ValidationError, given: Mapping[str, object], sources: Mappi
         reason = str(cause) if isinstance(cause, ConfigError) else problem["msg"]
         inner = problem["loc"][3:]  # of a table in a list, whose number is before it
         if inner:
-            reason = f"{'.'.join(map(str, inner))} of number {problem['loc'][2]}, from 0: {reason}"
+            reason = f"{key}[{problem['loc'][2]}].{'.'.join(map(str, inner))}: {reason}"
         if is_secret(field):
             reason = "not usable"
         parts.append(

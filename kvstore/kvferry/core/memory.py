@@ -24,6 +24,7 @@ from kvferry.core.session_store import SessionStore
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.core.tenants import check_tenant
+from kvferry.core.values import require_number, require_whole
 
 __all__ = ["DRAM", "MemoryNamespace", "MemoryStore", "SessionStore"]
 
@@ -64,10 +65,11 @@ class MemoryStore:
         placement: Placement = ANYWHERE,
     ) -> None:
         check_tenant(tenant)
-        if not lease_s > 0:
-            raise ConfigError(f"lease_s is {lease_s}, must be above 0")
-        if write_quota_nbytes is not None and write_quota_nbytes < 1:
-            raise ConfigError(f"write_quota_nbytes is {write_quota_nbytes}, must be at least 1")
+        require_number("lease_s", lease_s, above=0)
+        if write_quota_nbytes is not None:
+            require_whole("write_quota_nbytes", write_quota_nbytes, least=1)
+        if not callable(eviction):
+            raise ConfigError(f"eviction is {eviction!r}, must make a policy from a capacity in bytes")
         self.tenant = tenant
         self.lease_s = lease_s
         self.arena = Arena(capacity_nbytes, tenant=tenant, placement=placement)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.values import require_bool, require_whole
 
 __all__ = ["ANYWHERE", "HUGEPAGE_NBYTES", "Placement", "free_hugepages", "numa_nodes"]
 
@@ -49,6 +50,11 @@ class Placement:
 
     hugepages: bool = False
     numa_node: int | None = None
+
+    def __post_init__(self) -> None:
+        require_bool("hugepages", self.hugepages)
+        if self.numa_node is not None:
+            require_whole("numa_node", self.numa_node, least=0)
 
     @property
     def granule_nbytes(self) -> int:

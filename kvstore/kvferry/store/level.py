@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvferry.core.errors import ConfigError, KVFerryError
+from kvferry.core.errors import KVFerryError
 from kvferry.core.keys import BlockKey
+from kvferry.core.values import require_number, require_whole
 from kvferry.store.breaker import Breaker
 from kvferry.store.policies import (
     AdmissionPolicy,
@@ -20,6 +21,7 @@ from kvferry.store.policies import (
     PromotionPolicy,
     WritePolicy,
     WriteThrough,
+    require_policies,
 )
 from kvferry.store.tier import (
     BlockRead,
@@ -76,11 +78,11 @@ class LevelOptions:
     write_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.queue_nbytes < 1:
-            raise ConfigError(f"queue_nbytes is {self.queue_nbytes}, must be at least 1")
-        for name in ("lookup_timeout_s", "read_timeout_s", "write_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be above 0")
+        require_policies(self.write, self.admission, self.promotion)
+        require_whole("queue_nbytes", self.queue_nbytes, least=1)
+        require_whole("errors", self.errors, least=1)
+        for name in ("pause_s", "lookup_timeout_s", "read_timeout_s", "write_timeout_s"):
+            require_number(name, getattr(self, name), above=0)
 
 
 class Level:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.placement import ANYWHERE, Placement
+from kvferry.core.values import require_number, require_whole
 
 __all__ = ["StoreOptions"]
 
@@ -33,9 +35,21 @@ class StoreOptions:
     placement: Placement = ANYWHERE
 
     def __post_init__(self) -> None:
-        if self.watermarks is not None and not 0 <= self.watermarks[0] < self.watermarks[1] <= 1:
-            raise ConfigError(f"watermarks are {self.watermarks}; needs 0 <= low < high <= 1")
-        if self.prefetch_jobs < 1 or not self.prefetch_timeout_s > 0:
-            raise ConfigError("prefetch_jobs >= 1 and prefetch_timeout_s > 0 are needed")
-        if self.close_s < 0 or self.room_wait_s < 0:
-            raise ConfigError("close_s >= 0 and room_wait_s >= 0 are needed")
+        if self.watermarks is not None:
+            _require_watermarks(self.watermarks)
+        require_whole("prefetch_jobs", self.prefetch_jobs, least=1)
+        require_number("prefetch_timeout_s", self.prefetch_timeout_s, above=0)
+        require_number("room_wait_s", self.room_wait_s, least=0)
+        require_number("close_s", self.close_s, least=0)
+        if not isinstance(self.placement, Placement):
+            raise ConfigError(f"placement is {self.placement!r}, must be a Placement")
+
+
+def _require_watermarks(pair: object) -> None:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ConfigError(f"watermarks are {pair!r}; needs two shares of memory, low and high")
+    low, high = cast("tuple[float, float]", pair)
+    require_number("watermarks[0]", low)
+    require_number("watermarks[1]", high)
+    if not 0 <= low < high <= 1:
+        raise ConfigError(f"watermarks are {pair}; needs 0 <= low < high <= 1")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, cast
 
+from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import Entry, EntryList, EvictionPolicy, LRUPolicy, inner_victims
 from kvferry.core.keys import BlockKey
 from kvferry.core.tier_plugins import POLICIES, require_policy
@@ -41,10 +42,13 @@ __all__ = [
     "eviction_policy",
     "inner_victims",
     "promotion_policy",
+    "require_policies",
     "write_policy",
 ]
 
 _SEEN_KEYS = 1 << 16
+_WHEN = ("commit", "evict")
+_FULL = ("wait", "drop")
 _Kind = Literal["eviction", "admission", "write", "promotion"]
 
 
@@ -174,6 +178,29 @@ class OnEvict:
 
     when: Literal["commit", "evict"] = "evict"
     full: Literal["wait", "drop"] = "wait"
+
+
+def require_policies(write: object, admission: object, promotion: object) -> None:
+    """Refuse what cannot be one, as the name of a policy, or its class.
+
+    Raises:
+        ConfigError: With the name of the field.
+    """
+    for name, value, verbs in (
+        ("write", write, ("when", "full")),
+        ("admission", admission, ("admit", "asks_on_use")),
+        ("promotion", promotion, ("promote",)),
+    ):
+        if isinstance(value, type) or not all(hasattr(value, verb) for verb in verbs):
+            raise ConfigError(
+                f"{name} is {value!r}, must be an object with {' and '.join(verbs)}; "
+                f"a name is made one by {name}_policy"
+            )
+    if getattr(write, "when", None) not in _WHEN or getattr(write, "full", None) not in _FULL:
+        raise ConfigError(
+            f"write is {write!r}: its when must be one of {', '.join(_WHEN)}, "
+            f"its full one of {', '.join(_FULL)}"
+        )
 
 
 def _make(kind: _Kind, name: str) -> Callable[..., Any]:

@@ -36,6 +36,23 @@ _COMPLETIONS = 4096
 _DEFAULTS = StoreOptions()
 
 
+def _pairs(tiers: Sequence[object]) -> list[tuple[Tier, LevelOptions]]:
+    """Each tier with how it is used; if one is none, the others are closed."""
+    pairs: list[tuple[Tier, LevelOptions]] = []
+    wrong: list[object] = []
+    for given in tiers:
+        tier, used = given if isinstance(given, tuple) and len(given) == 2 else (given, LevelOptions())
+        if not isinstance(used, LevelOptions) or not isinstance(tier, Tier):
+            wrong.append(given)
+        if isinstance(tier, Tier):
+            pairs.append((tier, used))
+    if wrong:
+        for tier, _ in pairs:
+            tier.close()
+        raise ConfigError(f"tiers has {wrong[0]!r}, must be a Tier, alone or with its LevelOptions")
+    return pairs
+
+
 class TieredStore(MemoryStore):
     """Blocks of one tenant in memory and in slower tiers. Thread safe.
 
@@ -72,8 +89,10 @@ class TieredStore(MemoryStore):
     ) -> None:
         self._fetcher = Fetcher(self)
         self._closing = False
-        pairs = [t if isinstance(t, tuple) else (t, LevelOptions()) for t in tiers]
+        pairs = _pairs(tiers)
         try:
+            if not isinstance(options, StoreOptions):
+                raise ConfigError(f"options is {options!r}, must be StoreOptions")
             names = [DRAM, *(tier.name for tier, _ in pairs)]
             if len(set(names)) < len(names):
                 raise ConfigError(f"tiers need different names, got {names}")

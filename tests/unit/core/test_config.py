@@ -113,7 +113,7 @@ def _plan(field: FieldInfo, kind: object) -> Plan:
             [str(low - 1), str(high + 1), "x", "1.5"],
         )
     if kind is float:
-        return Plan([Example("0.25", "0.25", 0.25)], [str(bound["le"] + 0.1), "x", "nan"])
+        return Plan([Example("0.9", "0.9", 0.9)], [str(bound["le"] + 0.1), "x", "nan"])
     assert kind is str, f"say here what to try for {kind}"
     return Plan([Example("some text", '"some text"', "some text")], ["x" * (bound["max_length"] + 1)])
 
@@ -216,6 +216,30 @@ def test_all_wrong_values_are_said_at_once() -> None:
         load_config(assignments=["decode.max_running=0", "log.level=loud"])
     assert "decode.max_running" in str(caught.value)
     assert "log.level" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given", [("0.9", "0.5"), ("0.7", "0.7"), (None, "0.5"), ("0.9", "0.9"), ("1", "0.99")]
+)
+def test_watermarks_the_wrong_way_round_are_refused(given: tuple[str | None, str]) -> None:
+    names = ("store.low_watermark", "store.high_watermark")
+    sets = [f"{name}={value}" for name, value in zip(names, given, strict=True) if value is not None]
+    with pytest.raises(ConfigError, match=r"store.high_watermark = .*above low_watermark, which is 0\.\d+|1"):
+        load_config(assignments=sets)
+
+
+@pytest.mark.parametrize("given", [("0", "0.01"), ("0.5", "0.99"), ("0.9", "1"), ("1", "1")])
+def test_watermarks_the_right_way_round(given: tuple[str, str]) -> None:
+    low, high = given
+    store = load_config(
+        assignments=[f"store.low_watermark={low}", f"store.high_watermark={high}"]
+    ).config.store
+    assert (store.low_watermark, store.high_watermark) == (float(low), float(high))
+
+
+def test_a_wrong_value_of_a_tier_is_named_as_config_show_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"store\.tiers\[1\]\.write: no write policy 'foo'"):
+        load_config(assignments=["store.tiers=disk:/a?capacity=1GiB, disk:/b?capacity=1GiB&name=b&write=foo"])
 
 
 def test_the_later_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,15 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from safetensors import safe_open
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.config_sources import load_config
 from kvferry.core.memory import DRAM
+from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.store import open_store
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.level import LevelOptions
@@ -51,6 +54,37 @@ def test_c053_twenty_blocks_are_hits_after_a_restart(tmp_path: Path) -> None:
     assert ns.lookup(keys).tiers == (DRAM,) * 20
     assert save_blocks(ns, keys) == 0
     again.close()
+
+
+@pytest.mark.parametrize("direct", ["off", "on"])
+@pytest.mark.parametrize(
+    "layers", [(), (LayerSpec(()),), (LayerSpec((TensorSpec("k", (4, 0), DType.INT8),)),)]
+)
+def test_c096_blocks_of_no_bytes_go_through_every_tier(
+    tmp_path: Path, layers: tuple[LayerSpec, ...], direct: Literal["off", "on"]
+) -> None:
+    """Tensors of a size of 0, layers without tensors, and a spec without layers."""
+    spec = KVSpec(model="empty", revision="", layers=layers, block_tokens=4)
+    for started in range(2):
+        tier = DiskTier("disk", DiskOptions((str(tmp_path),), 8 << 20, direct=direct))
+        store = TieredStore(2 * 4096, [FakeTier("near", 4 * 4096), tier])
+        ns = store.namespace(spec)
+        for number in range(4):
+            keys = ns.keys([number] * 8)
+            blocks = [(key, b"") for key in keys]
+            assert ns.save(blocks, parent=None, deadline=deadline_in(10)) == (0 if started else 2)
+            settle(store)
+        assert None not in ns.lookup(ns.keys([0] * 8)).tiers
+        for number in range(4):
+            with ns.load(ns.keys([number] * 8), deadline=deadline_in(10)) as lease:
+                assert len(lease) == 2
+                assert lease.view(1).nbytes == 0
+        assert tier.usage().entries == 8
+        assert tier.wait_verified(deadline=deadline_in(10))
+        assert not tier.usage().counters.get("corrupt")
+        store.close()
+    with safe_open(block_files(tmp_path)[0], "np") as file:
+        assert list(file.keys()) == ["layers.0.k"] * bool(layers and layers[0].tensors)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "short", "flipped", "gone"])

@@ -12,6 +12,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
 from kvferry.core.tier_plugins import TierOption
 from kvferry.core.units import format_nbytes, parse_nbytes, parse_seconds
+from kvferry.core.values import require_bool, require_number, require_text, require_whole
 
 __all__ = ["Direct", "DiskOptions", "Sync"]
 
@@ -54,24 +55,24 @@ class DiskOptions:
     retry_s: float = 1.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.directories, (str, bytes)) or not isinstance(self.directories, Sequence):
+            raise ConfigError(f"directories is {self.directories!r}: give a tuple of paths")
         object.__setattr__(self, "directories", tuple(map(_absolute, self.directories)))
         if not self.directories or len(set(self.directories)) != len(self.directories):
             raise ConfigError(f"directories is {list(self.directories)}: give one or more, each once")
+        require_whole("capacity", self.capacity_nbytes)
         if self.capacity_nbytes < _MIN_CAPACITY:
             raise ConfigError(f"capacity is {self.capacity_nbytes} bytes, must be at least {_MIN_CAPACITY}")
         for name in ("keep_free_nbytes", "quarantine_nbytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name.removesuffix('_nbytes')} is {getattr(self, name)}, must not be negative"
-                )
+            require_whole(name.removesuffix("_nbytes"), getattr(self, name), least=0)
         for name, allowed in (("sync", get_args(Sync)), ("direct", get_args(Direct))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(allowed)}")
         for name in ("read_threads", "write_threads"):
-            if not 1 <= getattr(self, name) <= 64:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must lie in 1..64")
-        if not 0 < self.retry_s <= _MAX_RETRY_S:
-            raise ConfigError(f"retry_s is {self.retry_s}, must be above 0 and at most {_MAX_RETRY_S}")
+            require_whole(name, getattr(self, name), least=1, most=64)
+        require_text("eviction", self.eviction)
+        require_bool("verify", self.verify)
+        require_number("retry_s", self.retry_s, above=0, most=_MAX_RETRY_S)
 
     @classmethod
     def from_mapping(cls, where: str, values: Mapping[str, object]) -> DiskOptions:
@@ -183,8 +184,10 @@ def _converted(where: str, name: str, value: object) -> object:
 _NAMES: dict[type, str] = {str: "text", bool: "true or false", int: "a whole number"}
 
 
-def _absolute(path: str) -> str:
+def _absolute(path: object) -> str:
     """A path that stays the same when the process goes elsewhere."""
+    if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
+        raise ConfigError(f"directories has {path!r}, must be paths")
     found = os.path.expanduser(path)  # noqa: PTH111  Path raises for an unknown user
     if found.startswith("~"):
         raise ConfigError(f"directory {path}: there is no home directory of that user")
