@@ -85,9 +85,10 @@ def slice_errors(
 def _some(raw: ByteArray, tensor: TensorSpec, offset: int, tokens: int | None) -> ByteArray:
     """The bytes of a tensor, or of some of its tokens, of all slices."""
     whole = raw[:, offset : offset + tensor.nbytes]
-    step = tensor.shape[0] // tokens if tokens and len(tensor.shape) > 1 else 1
+    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+    step = rows // tokens if tokens else 1
     if step > 1:
-        whole = whole.reshape(len(raw), tensor.shape[0], -1)[:, ::step]
+        whole = whole.reshape(len(raw), rows, -1)[:, ::step]
     return np.ascontiguousarray(whole).reshape(-1)
 
 
