@@ -39,8 +39,9 @@ class TransportEnds(TransportFixtures):
     def test_last_words_arrive_though_the_peer_was_sending(self, pool: ThreadPoolExecutor) -> None:
         """A refusal that is answered to a payload nobody reads must not be lost with it."""
         answer = bytearray(1000)
+        much = [blocking_buffer()] * 8  # more than close() takes from the peer while it waits
         with self.connected() as (one, other):
-            sending = pool.submit(one.send, [blocking_buffer()], self.soon())
+            sending = pool.submit(one.send, much, self.soon())
             assert other.wait_readable(self.soon())
             other.send([b"!" * 1000], self.soon())
             other.close()
