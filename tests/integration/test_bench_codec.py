@@ -70,7 +70,7 @@ def test_tables_for_people(text: str) -> None:
     ("params", "message"),
     [
         ({"codecs": "ebq"}, "did you mean ebp"),
-        ({"only": "size"}, "speed or quality"),
+        ({"only": "size"}, "write speed, quality"),
         ({"tokens": 8}, "do not fill a slice"),
         ({"text": "/nowhere/at/all"}, "No such file"),
         ({"kernels": "cuda"}, "native or numpy"),
