@@ -12,7 +12,8 @@ import pytest
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import DiskTier
-from kvferry.store.tier import TierNamespace, WriteOutcome
+from kvferry.store.disk.leftovers import Leftovers
+from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.store.tiered import TieredStore
 from kvferry.testing.blocks import save_blocks, wait_until
 from kvferry.testing.disk_usage import disk_usage
@@ -200,3 +201,87 @@ def test_a_device_that_was_full_works_again_before_the_next_write(make_tier: Mak
     else:  # inodes or a quota may be what ran out: nothing says that it is over
         wait_until(lambda: files.calls["free_nbytes"] > 3)
         assert not tier.usage().healthy
+
+
+def temporaries(folder: Path) -> list[str]:
+    return [name for _, _, names in os.walk(folder) for name in names if name.endswith(".tmp")]
+
+
+def test_c049_a_temporary_that_could_not_be_removed_goes_when_it_can(
+    make_tier: MakeTier, folder: Path
+) -> None:
+    """Meanwhile it counts as what it takes up; it does not use up the capacity for good."""
+    files = FaultyFiles()
+    tier = make_tier(files)
+    space = opened(tier, SPEC)
+    kept = chain(space, 1, 2)
+    write(tier, space, kept)
+    with files.failing("rename", "unlink"):
+        for number in range(2, 6):
+            assert write_outcomes(write(tier, space, chain(space, number, 1))) == [WriteOutcome.FAILED]
+        assert len(temporaries(folder)) == 4
+        wait_until(lambda: "4 files" in str(tier.usage().status))
+        assert tier.usage().used_nbytes == disk_usage(folder)
+    wait_until(lambda: not temporaries(folder))
+    wait_until(lambda: "left behind" not in str(tier.usage().status))
+    assert tier.usage().used_nbytes == disk_usage(folder)
+    assert outcomes(read(tier, space, kept)) == [HIT] * 2
+    assert write_outcomes(write(tier, space, chain(space, 2, 1))) == [STORED]
+
+
+def test_a_temporary_that_the_start_could_not_remove_goes_later(make_tier: MakeTier, folder: Path) -> None:
+    tier = make_tier()
+    space = opened(tier, SPEC)
+    key = chain(space, 1, 1)[0]
+    write(tier, space, [key])
+    tier.close()
+    shard = folder / space.tenant / space.namespace_id.hex() / key.hex()[:2]
+    (shard / f".{key.hex()}.1.tmp").write_bytes(bytes(5000))
+    files = FaultyFiles()
+    with files.failing("unlink"):
+        tier = make_tier(files)
+        assert len(temporaries(folder)) == 1
+        assert tier.usage().used_nbytes == disk_usage(folder)
+        assert "1 files" in str(tier.usage().status)
+    wait_until(lambda: not temporaries(folder))
+    wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
+
+
+def test_what_the_quarantine_could_not_let_go_goes_later(make_tier: MakeTier, folder: Path) -> None:
+    files = FaultyFiles()
+    tier = make_tier(files, quarantine_nbytes=3 * 4096)  # one block with its header
+    space = opened(tier, SPEC)
+    keys = chain(space, 1, 3)
+    write(tier, space, keys)
+    for path in folder.rglob("*.safetensors"):
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"?")
+    with files.failing("unlink"):
+        assert outcomes(read(tier, space, keys)) == [ReadOutcome.CORRUPT] * 3
+        assert len(list((folder / ".quarantine").iterdir())) == 3
+        assert tier.usage().used_nbytes == disk_usage(folder)
+    tier._state.wake()
+    wait_until(lambda: len(list((folder / ".quarantine").iterdir())) == 1)
+    wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
+
+
+def test_leftovers_try_a_few_at_a_time_and_forget_what_is_gone(tmp_path: Path) -> None:
+    charged: list[int] = []
+    files = FaultyFiles()
+    left = Leftovers(files, charged.append)
+    for number in range(20):
+        (tmp_path / str(number)).write_bytes(b"x")
+        left.add("", str(number), 10)
+    left.add("no/such/folder", "x", 7)
+    root = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with files.failing("unlink"):
+            assert left.retry(root)
+        assert files.calls["unlink"] < 20
+        assert charged == []
+        assert not left.retry(root)
+    finally:
+        os.close(root)
+    assert (len(left), sum(charged)) == (0, -207)
+    assert not list(tmp_path.iterdir())

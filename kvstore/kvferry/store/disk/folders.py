@@ -39,13 +39,17 @@ def file_nbytes(size: int, blocks: int) -> int:
 
 
 class OpenFolder:
-    """A folder's descriptor, closed with its last reference: who uses it may lose it from the cache."""
+    """A folder's descriptor, closed with its last reference: who uses it may lose it from the cache.
 
-    __slots__ = ("_files", "_lock", "fd", "nbytes")
+    ``path`` is where it lies below the tier's directory; empty for that itself.
+    """
 
-    def __init__(self, files: Files, fd: int) -> None:
+    __slots__ = ("_files", "_lock", "fd", "nbytes", "path")
+
+    def __init__(self, files: Files, fd: int, path: str = "") -> None:
         self._files = files
         self.fd = fd
+        self.path = path
         self._lock = threading.Lock()
         self.nbytes = allocated_nbytes(files.status(fd))
 
@@ -143,7 +147,8 @@ class Folders:
         self, parent: OpenFolder, name: str, *, make: Callable[[int], None] | None = None
     ) -> OpenFolder:
         made = make is not None and self._files.make_folder(name, parent.fd)
-        folder = OpenFolder(self._files, self._files.open_folder(name, parent.fd))
+        path = f"{parent.path}/{name}" if parent.path else name
+        folder = OpenFolder(self._files, self._files.open_folder(name, parent.fd), path)
         if make is not None and made:
             make(folder.nbytes + parent.growth())
             if self._durable:

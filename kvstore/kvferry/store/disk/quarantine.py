@@ -11,6 +11,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.files import Files, is_gone, reason_of
 from kvferry.store.disk.folders import OpenFolder, disk_nbytes
+from kvferry.store.disk.leftovers import Leftovers
 from kvferry.store.disk.problems import Problems
 
 __all__ = ["Quarantine"]
@@ -24,19 +25,22 @@ class Quarantine:
         problems: Where what goes wrong is told.
         charge: Told of bytes taken up (negative: given back).
         max_nbytes: The bound.
+        leftovers: Takes what could not be removed.
 
     Attributes:
         nbytes: What it takes up.
     """
 
     def __init__(
-        self, files: Files, problems: Problems, charge: Callable[[int], None], max_nbytes: int
-    ) -> None:
+        self, files: Files, problems: Problems, charge: Callable[[int], None], max_nbytes: int,
+        leftovers: Leftovers,
+    ) -> None:  # fmt: skip
         self.nbytes = 0
         self._files = files
         self._problems = problems
         self._charge = charge
         self._max_nbytes = max_nbytes
+        self._leftovers = leftovers
         self._lock = threading.Lock()
         self._held: deque[tuple[str, int]] = deque()
         self._serial = time.time_ns()
@@ -112,7 +116,8 @@ class Quarantine:
                 self._files.unlink(name, fd)
             except OSError as error:
                 if not is_gone(error):
-                    continue  # its bytes stay charged
+                    self._leftovers.add(names.QUARANTINE_NAME, name, nbytes)  # its bytes stay charged
+                    continue
             finally:
                 self._files.close(fd)
             self._charge(-nbytes)

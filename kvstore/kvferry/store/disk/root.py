@@ -23,7 +23,8 @@ from kvferry.core.errors import TierError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.files import Files, reason_of
-from kvferry.store.disk.folders import Folders, OpenFolder
+from kvferry.store.disk.folders import Folders, OpenFolder, disk_nbytes
+from kvferry.store.disk.leftovers import Leftovers
 from kvferry.store.disk.lock import DirectoryLock, take_lock
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.places import make_directory, open_directory, require_outside
@@ -65,6 +66,7 @@ class Root:
         direct_read: Whether reads go past the page cache.
         direct_write: Whether writes do.
         direct_text: Why, for people.
+        leftovers: What could not be removed from it.
         ended_address: Of 32 bits that are not 0 while it is down, for those who have no time to ask.
     """
 
@@ -87,9 +89,11 @@ class Root:
         self._files = files
         self._problems = problems
         self._tell = charge
+        self.leftovers = Leftovers(files, self.charge)
         self._quarantine = Quarantine(
-            files, problems, self.charge, min(options.quarantine_nbytes, options.capacity_nbytes // 8)
-        )
+            files, problems, self.charge, min(options.quarantine_nbytes, options.capacity_nbytes // 8),
+            self.leftovers,
+        )  # fmt: skip
         self._durable = options.sync != "none"
         self._retry_s = options.retry_s
         self._keep_free_nbytes = options.keep_free_nbytes
@@ -146,6 +150,7 @@ class Root:
         with self._lock:
             self._top, self._held, self._device, self._folders = top, held, device, folders
             self._quarantine.reset(scan.quarantined)
+            self.leftovers.reset(scan.left)
             self._look_at = time.monotonic() + _LOOK_S
             self._ended.value = 0
         self.charge(scan.overhead_nbytes + self._quarantine.nbytes)
@@ -171,6 +176,7 @@ class Root:
             self._top = self._held = self._folders = None  # the descriptor goes with the last who uses it
             overhead, self._overhead = self._overhead, 0
             self._quarantine.reset([])
+            self.leftovers.reset()
         if folders is not None:
             folders.forget()
         if held is not None:
@@ -429,6 +435,20 @@ class Root:
         """Whether ``folder`` was removed by somebody; a second try opens it anew."""
         folders = self._folders
         return folders is not None and folders.is_removed(folder)
+
+    def leave_behind(self, folder: OpenFolder, name: str, nbytes: int) -> None:
+        """A file in ``folder`` that is nobody's could not be removed: it counts, and is tried again."""
+        with contextlib.suppress(OSError):
+            nbytes = disk_nbytes(self._files.status_of(name, folder.fd))
+        self.charge(nbytes)
+        self.leftovers.add(folder.path, name, nbytes)
+
+    def retry_leftovers(self) -> bool:
+        """Try again what could not be removed; whether something is left that may go soon."""
+        top = self._top
+        if top is None or self._held is None or not len(self.leftovers):
+            return False
+        return self.leftovers.retry(top.fd)
 
     def temporary_name(self, key: BlockKey) -> str:
         """A name for a file that is being written; never the same twice."""

@@ -14,6 +14,7 @@ from kvferry.store.disk import names
 from kvferry.store.disk.blocks import read_header
 from kvferry.store.disk.files import Files, open_quietly
 from kvferry.store.disk.folders import allocated_nbytes, disk_nbytes
+from kvferry.store.disk.leftovers import Leftover
 from kvferry.store.disk.lock import is_in_use
 
 __all__ = ["FoundBlock", "Scan", "scan_directory"]
@@ -38,6 +39,7 @@ class Scan:
         foreign_count: How many there are.
         nested: Paths of other disk tiers' directories that are in use, relative to the directory.
         temporaries: How many were found, and removed if asked.
+        left: Of the temporaries those that are still there.
         errors: What could not be read or removed.
     """
 
@@ -48,6 +50,7 @@ class Scan:
     foreign_count: int = 0
     nested: list[str] = field(default_factory=list)
     temporaries: int = 0
+    left: list[Leftover] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
 
@@ -158,10 +161,11 @@ class _Walk:
             if self.clean:
                 self.files.unlink(entry.name, fd)
                 return True
-            self.found.overhead_nbytes += allocated_nbytes(entry.stat(follow_symlinks=False))
         except OSError as error:
             self.found.errors.append(f"{path}/{entry.name}: {error.strerror}")
-            self.found.overhead_nbytes += _size(entry)
+        nbytes = _size(entry)
+        self.found.overhead_nbytes += nbytes
+        self.found.left.append((path, entry.name, nbytes))
         return False
 
     def quarantine(self, fd: int, path: str) -> int:

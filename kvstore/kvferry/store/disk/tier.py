@@ -350,6 +350,8 @@ class DiskTier(Tier):
         for root in state.roots:
             reads, writes = ("direct" if on else "cached" for on in (root.direct_read, root.direct_write))
             status[f"{root.path}: O_DIRECT"] = f"reads {reads}, writes {writes} ({root.direct_text})"
+            if left := len(root.leftovers):
+                status[f"{root.path}: left behind"] = f"{left} files that could not be removed; tried again"
         problems = state.problems.conditions()
         return TierUsage(
             entries=state.index.entry_count,

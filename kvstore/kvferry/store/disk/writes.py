@@ -386,10 +386,10 @@ class Writes:
             if found.st_nlink == 1 and found.st_size == nbytes:
                 return fd
             files.close(fd)  # somebody keeps it by another name, or has changed it
+            files.unlink(name, folder.fd)
         except OSError:
             self._withdraw(name, root, folder, nbytes)
             raise
-        files.unlink(name, folder.fd)
         return files.create(name, folder.fd, flags)
 
     def _fill(self, fd: int, name: str, home: Home, job: WriteJob, root: Root, folder: OpenFolder) -> int:
@@ -437,10 +437,10 @@ class Writes:
         except OSError as error:
             if not is_gone(error):
                 if entry is None:
-                    root.charge(nbytes)  # it lies there until the next start
+                    root.leave_behind(folder, name, nbytes)
                 else:
                     self._state.index.left_behind(entry)
-                    self._state.wake()
+                self._state.wake()  # to try again
                 self._state.problems.incident("file left behind", f"{name}: {reason_of(error)}")
 
     def _failed(self, root: Root, error: OSError, nbytes: int, *, looked: bool) -> WriteResult:
