@@ -256,7 +256,9 @@ class CodecPipeline:
             again = buffer("check", len(src))
             self._decode(body, layer, len(src) // layer.nbytes, again)
             for error in slice_errors(src, again, layer, tokens):
-                if not error.bounded <= self.codec.error_bound(error.tensor):  # also for NaN
+                bound = self.codec.error_bound(error.tensor)
+                bound += sum(stage.error_bound(error.tensor) for stage in self.arrays)
+                if not error.bounded <= bound:  # also for NaN
                     return error
         return None
 
