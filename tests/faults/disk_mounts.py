@@ -117,6 +117,22 @@ def read_only(tier: DiskTier, disk: Path) -> None:
     wait_until(stored(tier, 500), 30)
 
 
+def opened_read_only(disk: Path) -> None:
+    """A tier that is opened on a file system which is read-only by then says so, and heals by itself."""
+    mount("-o", "remount,ro", str(disk))
+    tier = DiskTier("disk", DiskOptions((str(disk),), 1 << 30, retry_s=0.05))
+    tier.open(SPACE)
+    usage = tier.usage()
+    assert not usage.healthy
+    assert "read-only" in str(usage.status), usage.status
+    held = [entry.key for entry in tier.scan() if entry.namespace_id == SPACE.namespace_id][:4]
+    assert read(tier, held) == [ReadOutcome.HIT] * 4
+    mount("-o", "remount,rw", str(disk))
+    wait_until(lambda: tier.usage().healthy, 30)
+    wait_until(stored(tier, 501), 30)
+    tier.close()
+
+
 def refusal(*directories: Path) -> str:
     """What is said of directories that no tier may have."""
     try:
@@ -164,6 +180,10 @@ def main(folder: Path) -> None:
     tier.open(SPACE)
     full(tier, disk)
     read_only(tier, disk)
+    tier.close()
+    opened_read_only(disk)
+    tier = DiskTier("disk", DiskOptions((str(disk),), 1 << 30, retry_s=0.05))
+    tier.open(SPACE)
     vanished(tier, disk, again)
     print("done")
 

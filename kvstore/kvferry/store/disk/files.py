@@ -49,6 +49,10 @@ class Files:
         """Open the tier's own directory, which may be reached by a link: that is the owner's choice."""
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
+    def may_write(self, fd: int) -> bool:
+        """Whether files can be made in a folder: the file system and its rights allow that."""
+        return os.access(".", os.W_OK, dir_fd=fd, effective_ids=True)
+
     def open_folder(self, name: str, parent: int) -> int:
         """Open a folder below ``parent``; a link there is refused."""
         return os.open(name, _FOLDER, dir_fd=parent)

@@ -113,6 +113,7 @@ class Maintenance:
             if not root.is_up:
                 busy |= not self._bring_back(root)
             busy |= root.retry_leftovers()
+            busy |= self._state.retry_obstacles(root)
             busy |= root.try_writes(self._state.index.reserve_at_most)
         return self._state.options.retry_s if busy else _IDLE_S
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 import time
 from collections import deque
@@ -69,9 +70,13 @@ class Quarantine:
             self._serial += 1
             target = f"{key.hex()}.{namespace_id.hex()[:16]}.{self._serial:x}.bad"
         try:
-            now = disk_nbytes(self._files.status_of(name, folder.fd))  # it may have been tampered with
+            status = self._files.status_of(name, folder.fd)  # it may have been tampered with
+            if stat.S_ISDIR(status.st_mode):  # which nobody removes with all that may be in it
+                self.put_obstacle(root, folder.fd, name)
+                return nbytes
+            now = disk_nbytes(status)
             if now <= self._max_nbytes:
-                self._move(root, folder, name, target)
+                self._move(root, folder.fd, name, target)
         except OSError as error:
             if is_gone(error):
                 return nbytes
@@ -85,6 +90,26 @@ class Quarantine:
         self._trim(root)
         return nbytes
 
+    def put_obstacle(self, root: int, folder: int, name: str) -> str:
+        """Move in here what is no file of the tier; it is never removed, and counted as it was before.
+
+        Args:
+            root: Descriptor of the directory.
+            folder: Descriptor of the folder that it lies in.
+            name: Its name there.
+
+        Returns:
+            Where it is now, below the directory.
+
+        Raises:
+            OSError: If it cannot be moved.
+        """
+        with self._lock:
+            self._serial += 1
+            target = f"{name[:80]}.{self._serial:x}.obstacle"
+        self._move(root, folder, name, target)
+        return f"{names.QUARANTINE_NAME}/{target}"
+
     def _unlink(self, folder: OpenFolder, name: str) -> bool:
         try:
             self._files.unlink(name, folder.fd)
@@ -94,12 +119,12 @@ class Quarantine:
                 return False
         return True
 
-    def _move(self, root: int, folder: OpenFolder, name: str, target: str) -> None:
+    def _move(self, root: int, folder: int, name: str, target: str) -> None:
         if self._files.make_folder(names.QUARANTINE_NAME, root):
             self._charge(4096)
         fd = self._files.open_folder(names.QUARANTINE_NAME, root)
         try:
-            self._files.rename(name, folder.fd, target, fd)
+            self._files.rename(name, folder, target, fd)
         finally:
             self._files.close(fd)
 

@@ -26,6 +26,7 @@ from kvferry.store.disk.files import Files, reason_of
 from kvferry.store.disk.folders import Folders, OpenFolder, disk_nbytes
 from kvferry.store.disk.leftovers import Leftovers
 from kvferry.store.disk.lock import DirectoryLock, take_lock
+from kvferry.store.disk.obstacles import Obstacles
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.places import make_directory, open_directory, require_outside
 from kvferry.store.disk.probe import probe_direct, probe_writes
@@ -94,6 +95,7 @@ class Root:
             files, problems, self.charge, min(options.quarantine_nbytes, options.capacity_nbytes // 8),
             self.leftovers,
         )  # fmt: skip
+        self._obstacles = Obstacles(files, self._quarantine, self.charge)
         self._durable = options.sync != "none"
         self._retry_s = options.retry_s
         self._keep_free_nbytes = options.keep_free_nbytes
@@ -150,12 +152,14 @@ class Root:
         with self._lock:
             self._top, self._held, self._device, self._folders = top, held, device, folders
             self._quarantine.reset(scan.quarantined)
+            self._obstacles.known = scan.obstacles
             self.leftovers.reset(scan.left)
             self._look_at = time.monotonic() + _LOOK_S
             self._ended.value = 0
         self.charge(scan.overhead_nbytes + self._quarantine.nbytes)
-        if held is None:
-            self._problems.begin(self.path, "writes fail", _NO_RIGHT)
+        if held is None or not self._files.may_write(top.fd):
+            self._begin("writes fail", _NO_RIGHT)
+            self._pause_writes()
         return scan
 
     def _require_same_device(self, fd: int, device: int) -> None:
@@ -435,6 +439,21 @@ class Root:
         """Whether ``folder`` was removed by somebody; a second try opens it anew."""
         folders = self._folders
         return folders is not None and folders.is_removed(folder)
+
+    def clear_way(self, tenant: str, namespace_id: bytes, key: BlockKey) -> str:
+        """Move into the quarantine what is in the place of a block or of one of its folders.
+
+        Returns:
+            What was moved where, for people; empty if nothing is in the way.
+
+        Raises:
+            OSError: If something is, and cannot be moved.
+        """
+        folder_names = (names.tenant_folder(tenant), namespace_id.hex(), names.shard_name(key[0]))
+        moved = self._obstacles.clear(self._require_up().fd, (*folder_names, names.block_name(key)))
+        if moved and self._folders is not None:
+            self._folders.forget()
+        return moved
 
     def leave_behind(self, folder: OpenFolder, name: str, nbytes: int) -> None:
         """A file in ``folder`` that is nobody's could not be removed: it counts, and is tried again."""

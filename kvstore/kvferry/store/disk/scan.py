@@ -24,6 +24,7 @@ FoundBlock = tuple[int, BlockKey, int]
 
 _OWN: Final = frozenset((names.LOCK_NAME, names.QUARANTINE_NAME))
 _MAX_NAMED: Final = 100
+_MAX_OBSTACLES: Final = 10_000
 _Entry = os.DirEntry[str]
 
 
@@ -39,6 +40,7 @@ class Scan:
         foreign_count: How many there are.
         nested: Paths of other disk tiers' directories that are in use, relative to the directory.
         temporaries: How many were found, and removed if asked.
+        obstacles: Paths of what is in the place of a block or a folder; a part of the foreign.
         left: Of the temporaries those that are still there.
         errors: What could not be read or removed.
     """
@@ -50,6 +52,7 @@ class Scan:
     foreign_count: int = 0
     nested: list[str] = field(default_factory=list)
     temporaries: int = 0
+    obstacles: set[str] = field(default_factory=set)
     left: list[Leftover] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -85,20 +88,20 @@ class _Walk:
                 elif tenant is not None and entry.is_dir(follow_symlinks=False):
                     self.below(fd, entry, "", partial(self.tenant, tenant=tenant))
                 else:
-                    self.top_file(fd, entry)
+                    self.top_file(fd, entry, in_place=tenant is not None)
 
-    def top_file(self, fd: int, entry: _Entry) -> None:
+    def top_file(self, fd: int, entry: _Entry, *, in_place: bool) -> None:
         if entry.name == names.PROBE_NAME and entry.is_file(follow_symlinks=False):
             self.temporary(fd, entry, "")
         else:
-            self.other(fd, entry, "", ours=entry.name in _OWN)
+            self.other(fd, entry, "", ours=entry.name in _OWN, in_place=in_place)
 
     def tenant(self, fd: int, path: str, tenant: str) -> int:
         with os.scandir(fd) as entries:
             for entry in entries:
                 namespace = names.namespace_of_folder(entry.name)
                 if namespace is None or not entry.is_dir(follow_symlinks=False):
-                    self.other(fd, entry, path)
+                    self.other(fd, entry, path, in_place=namespace is not None)
                     continue
                 blocks: list[FoundBlock] = []
                 self.below(fd, entry, path, partial(self.namespace, blocks=blocks))
@@ -111,7 +114,7 @@ class _Walk:
             for entry in entries:
                 shard = names.shard_of_folder(entry.name)
                 if shard is None or not entry.is_dir(follow_symlinks=False):
-                    self.other(fd, entry, path)
+                    self.other(fd, entry, path, in_place=shard is not None)
                 else:
                     self.below(fd, entry, path, partial(self.shard, shard=shard, blocks=blocks))
         return len(blocks)
@@ -134,7 +137,7 @@ class _Walk:
                 elif names.is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
                     seen -= self.temporary(fd, entry, path)
                 else:
-                    self.other(fd, entry, path)
+                    self.other(fd, entry, path, in_place=key is not None)
         return seen
 
     def block_nbytes(self, fd: int, name: str, status: os.stat_result) -> int:
@@ -169,11 +172,14 @@ class _Walk:
         return False
 
     def quarantine(self, fd: int, path: str) -> int:
-        del path
+        sizes: list[tuple[int, str, int]] = []
         with os.scandir(fd) as entries:
-            sizes = sorted(
-                (entry.stat(follow_symlinks=False).st_mtime_ns, entry.name, _size(entry)) for entry in entries
-            )
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):  # was in the way of a block
+                    self.other(fd, entry, path)
+                else:
+                    sizes.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name, _size(entry)))
+        sizes.sort()
         self.found.quarantined = [(name, nbytes) for _, name, nbytes in sizes]
         return 1
 
@@ -192,13 +198,17 @@ class _Walk:
         except OSError as error:
             self.found.errors.append(f"{path}: {error.strerror}")
 
-    def other(self, parent: int, entry: _Entry, path: str, *, ours: bool = False) -> None:
+    def other(
+        self, parent: int, entry: _Entry, path: str, *, ours: bool = False, in_place: bool = False
+    ) -> None:
         """Count what is no block, a folder with all that is in it, a link as itself."""
         is_folder = entry.is_dir(follow_symlinks=False)
         self.found.overhead_nbytes += 0 if is_folder else _size(entry)
         if not ours:
             where = f"{path}/{entry.name}" if path else entry.name
             self.found.foreign_count += 1
+            if in_place and len(self.found.obstacles) < _MAX_OBSTACLES:
+                self.found.obstacles.add(where)
             if len(self.found.foreign) < _MAX_NAMED:
                 self.found.foreign.append(where)
         if is_folder:

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import BlockReader
 from kvferry.store.disk.files import Files, is_gone, reason_of
 from kvferry.store.disk.header import HeaderTemplate
 from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
+from kvferry.store.disk.obstacles import IN_THE_WAY
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.root import Root, RootDownError
@@ -26,6 +28,7 @@ def _nothing() -> None:
 
 
 _SMALL: Final = 4 * names.FANOUT
+_MAX_OBSTRUCTED: Final = 64  # others are met again when they are written
 
 
 class Home(NamedTuple):
@@ -64,6 +67,7 @@ class DiskState:
         self.wake: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
+        self._obstructed: set[tuple[Root, NamespaceIndex, BlockKey]] = set()
 
     def count(self, names_: Iterable[str]) -> None:
         """Add one to each of the counters."""
@@ -102,7 +106,7 @@ class DiskState:
             if freed and self.tidies(entry.index):
                 root.tidy(entry.index.tenant, entry.index.namespace_id, entry.key)
         except OSError as error:
-            freed = entry.nbytes if is_gone(error) else 0
+            freed = entry.nbytes if is_gone(error) or self._was_in_the_way(entry, error) else 0
         finally:
             if freed:
                 self.index.gone(entry, freed)
@@ -126,10 +130,46 @@ class DiskState:
             self.index.bury(entry)
             return
         except OSError as error:
-            if not is_gone(error):
+            if not is_gone(error) and not self._was_in_the_way(entry, error):
                 raise
         if self.tidies(entry.index):
             root.tidy(entry.index.tenant, entry.index.namespace_id, entry.key)
+
+    def _was_in_the_way(self, entry: DiskEntry, error: OSError) -> bool:
+        """Whether the file of an entry was not to be had since something was in its place, which is gone."""
+        root = self.roots[entry.root]
+        return error.errno in IN_THE_WAY and self.clear_way(root, entry.index, entry.key)
+
+    def clear_way(self, root: Root, home: NamespaceIndex, key: BlockKey) -> bool:
+        """Move away what is in the place of a block or of its folders; whether something was, and is not now.
+
+        What cannot be moved makes the tier unhealthy, and is tried again.
+        """
+        try:
+            moved = root.clear_way(home.tenant, home.namespace_id, key)
+        except OSError as error:
+            with self._lock:
+                if len(self._obstructed) < _MAX_OBSTRUCTED:
+                    self._obstructed.add((root, home, key))
+            self.problems.begin(root.path, "in the way", reason_of(error))
+            self.wake()
+            return False
+        if moved:
+            self.count(("obstacles",))
+            self.problems.incident("in the way of blocks", f"{root.path}: {moved}")
+        return bool(moved)
+
+    def retry_obstacles(self, root: Root) -> bool:
+        """Try again to move what is in the way; whether something is left. One thread's own."""
+        with self._lock:
+            mine = [name for name in self._obstructed if name[0] is root]
+            self._obstructed.difference_update(mine)
+        for _, home, key in mine if root.is_up else ():
+            self.clear_way(root, home, key)
+        left = any(name[0] is root for name in list(self._obstructed))
+        if not left:
+            self.problems.end(root.path, "in the way")
+        return left
 
     @staticmethod
     def tidies(held: NamespaceIndex) -> bool:

@@ -20,6 +20,7 @@ from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of
 from kvferry.store.disk.folders import BLOCK_NBYTES, OpenFolder, disk_nbytes, file_nbytes
 from kvferry.store.disk.header import ALIGNMENT
 from kvferry.store.disk.index import DiskEntry, Reservation
+from kvferry.store.disk.obstacles import IN_THE_WAY
 from kvferry.store.disk.reads import LATE
 from kvferry.store.disk.room import NOT_YET, Rooms
 from kvferry.store.disk.root import Root, RootDownError
@@ -33,8 +34,6 @@ __all__ = ["Writes", "least_room"]
 _FOLDER_SLACK: Final = 8 << 10  # a folder grows by a file's name
 _NEW_FOLDER_SLACK: Final = 32 << 10  # folders of tenant, namespace and shard, and their parents grow
 _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-# Something else is in the place of this file, or of its folder: others can be written.
-_IN_THE_WAY: Final = frozenset((errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY))
 
 _STORED: Final = WriteResult(WriteOutcome.STORED)
 _LATE: Final = WriteResult(WriteOutcome.FAILED, LATE)
@@ -170,7 +169,7 @@ class Writes:
             job.has_room = refused is None
         except OSError as error:
             self._settle(job)
-            job.result = self._failed(root, error, nbytes, looked=job.looks)
+            job.result = self._failed(home, job, root, error)
         return True
 
     def _carry_out(self, home: Home, jobs: Sequence[WriteJob], deadline: float) -> None:
@@ -190,8 +189,7 @@ class Writes:
             except OSError as error:
                 self._settle(job)
                 if job.root is not None:
-                    nbytes = home.template.file_nbytes
-                    job.result = self._failed(job.root, error, nbytes, looked=job.looks)
+                    job.result = self._failed(home, job, job.root, error)
                 break
             job.result = _STORED
         for root in {job.root for job in done if job.result is _STORED}:
@@ -443,17 +441,18 @@ class Writes:
                 self._state.wake()  # to try again
                 self._state.problems.incident("file left behind", f"{name}: {reason_of(error)}")
 
-    def _failed(self, root: Root, error: OSError, nbytes: int, *, looked: bool) -> WriteResult:
+    def _failed(self, home: Home, job: WriteJob, root: Root, error: OSError) -> WriteResult:
         state = self._state
         reason = f"{root.path}: {reason_of(error)}"
         if isinstance(error, RootDownError) or (is_gone(error) and state.check_vanished(root)):
             return WriteResult(WriteOutcome.FAILED, f"{root.path}: the directory is down")
         if error.errno in _FULL:
-            root.mark_full(error, nbytes, looked=looked)
+            root.mark_full(error, home.template.file_nbytes, looked=job.looks)
             root.write_failed(error)
             state.wake()  # to see when it has room again
-        elif error.errno in _IN_THE_WAY:
-            state.problems.incident("something is in the way of a block", reason)
+        elif error.errno in IN_THE_WAY:
+            if state.clear_way(root, home.held, job.block.key):
+                reason += "; that was moved away, the next write finds the place free"
         else:
             root.write_failed(error)
             state.wake()  # to see when it works again
