@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import TierError
 from kvferry.core.keys import BlockKey
+from kvferry.core.spec import KeyScope
 from kvferry.store.disk import DiskTier
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import small_spec, wait_until
@@ -503,3 +505,29 @@ def test_a_block_in_two_directories_is_kept_once(make_tier: MakeTier, folder: Pa
     assert len(stored_files(folder)) + len(stored_files(other)) == again.usage().entries == 8
     assert outcomes(read(again, namespace, keys)) == [HIT] * 8
     assert again.usage().used_nbytes == disk_usage(folder) + disk_usage(other)
+
+
+def test_memory_of_namespaces_that_are_not_used_is_small(make_tier: MakeTier) -> None:
+    """Headers of several KiB are kept for the namespaces used last; the others make theirs again."""
+    tier = make_tier()
+    spaces = [TierNamespace.of("t", SPEC, KeyScope(adapter=str(number))) for number in range(2000)]
+    tier.open(spaces[0])
+    tracemalloc.start()
+    try:
+        for space in spaces:
+            tier.open(space)
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 3000 * len(spaces), grown
+    assert len(tier._state.templates) <= 64
+    for space in (spaces[0], spaces[1000], spaces[-1], spaces[0]):
+        key = chain(space, 1, 1)
+        write(tier, space, key)
+        assert outcomes(read(tier, space, key)) == [HIT]
+    tier.close()
+    again = make_tier()
+    assert again.wait_verified(deadline=deadline_in(20))
+    for space in (spaces[0], spaces[1000], spaces[-1]):
+        again.open(space)
+        assert outcomes(read(again, space, chain(space, 1, 1))) == [HIT]

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvferry.core.chains import ChainIndex
 from kvferry.core.eviction import Entry, EvictionPolicy
 from kvferry.core.keys import BlockKey
-from kvferry.store.disk.header import HeaderTemplate
 from kvferry.store.disk.removals import Removals
 from kvferry.store.tier import UNKNOWN_PARENT, TierNamespace
 
@@ -76,16 +75,14 @@ class NamespaceIndex(ChainIndex[DiskEntry]):
 
     Attributes:
         tenant: Whose they are.
-        template: What every header in it looks like; ``None`` until a spec is known.
         told: The namespace as the store told it; ``None`` for one only found on disk.
     """
 
-    __slots__ = ("template", "tenant", "told")
+    __slots__ = ("tenant", "told")
 
     def __init__(self, tenant: str, namespace_id: bytes) -> None:
         super().__init__(namespace_id, 0)
         self.tenant = tenant
-        self.template: HeaderTemplate | None = None
         self.told: TierNamespace | None = None
 
     def link(self, entry: DiskEntry, parent: BlockKey | None) -> None:

@@ -15,7 +15,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import read_header, require_identity
 from kvferry.store.disk.files import is_gone, open_quietly, read_parts, reason_of
-from kvferry.store.disk.header import HeaderTemplate, readable
+from kvferry.store.disk.header import readable
 from kvferry.store.disk.index import DiskEntry, NamespaceIndex
 from kvferry.store.disk.pool import IoPool
 from kvferry.store.disk.root import Root
@@ -155,7 +155,7 @@ class Maintenance:
         self, home: NamespaceIndex, entry: DiskEntry, fd: int, nbytes: int
     ) -> tuple[BlockKey | None, int]:
         """Parent and position, if all is as it should be."""
-        template = home.template
+        template = self._state.templates.known(home)
         if template is not None and nbytes == template.file_nbytes:
             header = bytearray(template.header_nbytes)
             read_parts(self._state.files, fd, [memoryview(header)])
@@ -169,6 +169,6 @@ class Maintenance:
             raise CorruptBlockError("the header names another tenant or namespace than its folder")
         if nbytes != parsed.file_nbytes:
             raise CorruptBlockError(f"the file has {nbytes} bytes, its header speaks of {parsed.file_nbytes}")
-        if home.template is None:
-            home.template = HeaderTemplate(namespace)
+        if template is None:
+            self._state.templates.get(home, namespace)  # the next header is compared with it
         return parsed.parent, parsed.position

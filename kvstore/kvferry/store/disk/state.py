@@ -18,6 +18,7 @@ from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.runs import file_runs
+from kvferry.store.disk.templates import Templates
 from kvferry.store.tier import TierNamespace
 
 __all__ = ["DiskState", "Home"]
@@ -32,7 +33,7 @@ _MAX_OBSTRUCTED: Final = 64  # others are met again when they are written
 
 
 class Home(NamedTuple):
-    """A namespace that the tier was told of, with all that is made from it once."""
+    """A namespace that the tier was told of, with what is made from it for reads and writes."""
 
     namespace: TierNamespace
     held: NamespaceIndex
@@ -51,6 +52,7 @@ class DiskState:
         problems: Where what goes wrong is told.
 
     Attributes:
+        templates: Of headers.
         runs: Writes and reads several files at once; ``None``: that is done one system call at a time.
         wake: Called when there is something to look after in the background.
     """
@@ -63,6 +65,7 @@ class DiskState:
         self.index = index
         self.roots = roots
         self.problems = problems
+        self.templates = Templates()
         self.runs = file_runs() if type(files) is Files else None  # others want to see each call
         self.wake: Callable[[], None] = _nothing
         self._lock = threading.Lock()

@@ -101,7 +101,7 @@ class DiskTier(Tier):
             index.drop_root(root.number)  # until it was looked through
         self._state = DiskState(options, self.files, index, roots, problems)
         self._writes = Writes(self._state)
-        self._homes: dict[TierNamespace, Home] = {}
+        self._told: dict[TierNamespace, NamespaceIndex] = {}
         self._readers = IoPool(f"kvferry-{name}-read", options.read_threads)
         self._writers = IoPool(f"kvferry-{name}-write", options.write_threads)
         self._maintenance = Maintenance(name, self._state, self._readers, self._start_root)
@@ -207,14 +207,13 @@ class DiskTier(Tier):
         Raises:
             ConfigError: If the tenant's id cannot name a folder.
         """
-        if namespace in self._homes:
+        if namespace in self._told:
             return
         tenant_folder(namespace.tenant)
         index = self._state.index.namespace(namespace.tenant, namespace.namespace_id)
-        template = HeaderTemplate(namespace)
-        index.told, index.template = namespace, template
-        reader = BlockReader(self._state.files, namespace, template)
-        self._homes[namespace] = Home(namespace, index, template, reader)
+        template = self._state.templates.get(index, namespace)
+        index.told = namespace
+        self._told[namespace] = index
         self._compare_block(namespace, template)
 
     def _compare_block(self, namespace: TierNamespace, template: HeaderTemplate) -> None:
@@ -226,14 +225,16 @@ class DiskTier(Tier):
                 f"a block takes {needed} bytes with header and folders; capacity is {capacity}, of which "
                 f"folders and files that are no blocks take {other}: none is stored"
             )
+            if len(self._notes) >= _MOST_NOTES:
+                self._notes.pop(next(iter(self._notes)))
             self._notes[f"{namespace.spec.model} {namespace.namespace_id.hex()[:16]}…"] = text
             _log.warning("tier %s: %s: %s", self.name, namespace.spec.model, text)
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`. From memory; the deadline has no effect."""
         del deadline
-        home = self._home(namespace)
-        return [False] * len(keys) if self._closed else self._state.index.contains(home.held, keys)
+        held = self._held(namespace)
+        return [False] * len(keys) if self._closed else self._state.index.contains(held, keys)
 
     def read_into(
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
@@ -309,8 +310,8 @@ class DiskTier(Tier):
         A block is forgotten at once; its file goes later if it cannot be removed now, also if its directory
         is down: then when that is back.
         """
-        home = self._home(namespace)
-        entries = [None if self._closed else self._state.index.take(home.held, key) for key in keys]
+        held = self._held(namespace)
+        entries = [None if self._closed else self._state.index.take(held, key) for key in keys]
         going = [entry for entry in entries if entry is not None]
         # not by the writers: those may be waiting for these very keys
         self._readers.run(len(going), lambda number: self._state.remove(going[number]), deadline)
@@ -318,15 +319,15 @@ class DiskTier(Tier):
 
     def forget(self, namespace: TierNamespace) -> None:
         """See :class:`~kvferry.store.tier.Tier`."""
-        self._state.index.forget(self._home(namespace).held)
+        self._state.index.forget(self._held(namespace))
 
     def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, until: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`."""
-        return self._state.index.pin(self._home(namespace).held, keys, until)
+        return self._state.index.pin(self._held(namespace), keys, until)
 
     def unpin(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
         """See :class:`~kvferry.store.tier.Tier`."""
-        self._state.index.unpin(self._home(namespace).held, keys)
+        self._state.index.unpin(self._held(namespace), keys)
 
     def scan(self) -> Iterator[TierEntry]:
         """See :class:`~kvferry.store.tier.Tier`."""
@@ -400,12 +401,18 @@ class DiskTier(Tier):
             root.stop()
 
     def _home(self, namespace: TierNamespace) -> Home:
-        home = self._homes.get(namespace)
-        if home is None:
+        held = self._held(namespace)
+        namespace = held.told or namespace  # the same object each time
+        template = self._state.templates.get(held, namespace)
+        return Home(namespace, held, template, BlockReader(self._state.files, namespace, template))
+
+    def _held(self, namespace: TierNamespace) -> NamespaceIndex:
+        held = self._told.get(namespace)
+        if held is None:
             raise ConfigError(
                 f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
             )
-        return home
+        return held
 
 
 def _placed(home: Home, blocks: Sequence[BlockWrite]) -> Sequence[BlockWrite]:
@@ -433,6 +440,7 @@ def _in_order(
     return ((used_at, home, key, nbytes) for used_at, key, nbytes in found)
 
 
+_MOST_NOTES = 16
 _SHARE = 8
 _SHARE_NBYTES = 1 << 20
 _READ_COUNTERS = {
