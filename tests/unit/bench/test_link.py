@@ -213,6 +213,7 @@ def test_bare_sockets_move_the_same(kind: Kind, tmp_path: Path) -> None:
     sent = LinkMemory(NBYTES, WALK)
     assert {bytes(place) for place in places} <= {bytes(part) for part in sent.numbered(0, 4)}
     bare.close()
+    server.close()
 
 
 def test_bare_tls_needs_its_files() -> None:
@@ -220,6 +221,7 @@ def test_bare_tls_needs_its_files() -> None:
     server = BareServer("tcp", ("127.0.0.1", 0), WALK)
     with pytest.raises(ConfigError, match="certificates"):
         BareLink("tls", ("127.0.0.1", server.port), NBYTES, WALK)
+    server.close()
 
 
 def test_a_peer_names_the_port_of_its_bare_socket() -> None:

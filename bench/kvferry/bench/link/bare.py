@@ -199,7 +199,7 @@ def _dial(kind: Kind, address: tuple[str, int] | str, certificates: Certificates
 
 
 class BareServer:
-    """The other end: a thread that accepts, and one for each connection. Ends with its process.
+    """The other end: a thread that accepts, and one for each connection, which ends with it.
 
     Args:
         kind: Of the socket.
@@ -229,12 +229,20 @@ class BareServer:
             assert certificates is not None
             self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             self._context.load_cert_chain(certificates.cert, certificates.key)
-        threading.Thread(target=self._accept, name="kvferry-bench-bare", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="kvferry-bench-bare", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
         """The port that was bound; 0 for a unix socket."""
         return 0 if self._listener.family == socket.AF_UNIX else int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Accept no more; connections end with their other ends."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(_WAIT_S)
+        self._listener.close()
 
     def _accept(self) -> None:
         while True:

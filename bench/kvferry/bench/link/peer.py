@@ -24,7 +24,7 @@ from kvferry.core.address import parse_url
 from kvferry.core.errors import KVFerryError
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 
-__all__ = ["BARE_CAPABILITY", "PeerProcess", "bare_ports", "open_servers"]
+__all__ = ["BARE_CAPABILITY", "LinkServer", "PeerProcess", "bare_ports", "open_servers"]
 
 BARE_CAPABILITY = "bench-bare-"
 """A peer on another machine names the ports of its bare sockets so: ``bench-bare-tcp=40000``."""
@@ -36,7 +36,7 @@ def _options(capabilities: tuple[str, ...] = ()) -> ChannelOptions:
     return ChannelOptions(role="bench", session="bench-peer", checksum=False, capabilities=capabilities)
 
 
-def open_servers(listen: str, *, bare_walk_nbytes: int | None = None) -> ChannelServer:
+def open_servers(listen: str, *, bare_walk_nbytes: int | None = None) -> LinkServer:
     """Serve the benchmarks on ``listen``.
 
     Args:
@@ -50,11 +50,31 @@ def open_servers(listen: str, *, bare_walk_nbytes: int | None = None) -> Channel
     service = LinkService()
     listener = transports.listen(listen)
     capabilities: tuple[str, ...] = ()
+    bare = None
     if bare_walk_nbytes is not None:
         asked = parse_url(listen, default_port=0)
-        server = BareServer("tcp", (asked.host or "127.0.0.1", 0), bare_walk_nbytes)
-        capabilities = (f"{BARE_CAPABILITY}tcp={server.port}",)
-    return ChannelServer(listener, _options(capabilities), service.serve, name="bench")
+        bare = BareServer("tcp", (asked.host or "127.0.0.1", 0), bare_walk_nbytes)
+        capabilities = (f"{BARE_CAPABILITY}tcp={bare.port}",)
+    return LinkServer(ChannelServer(listener, _options(capabilities), service.serve, name="bench"), bare)
+
+
+class LinkServer:
+    """A server of channels, and the bare socket beside it.
+
+    Attributes:
+        address: Of the channels.
+    """
+
+    def __init__(self, channels: ChannelServer, bare: BareServer | None) -> None:
+        self._channels = channels
+        self._bare = bare
+        self.address = channels.address
+
+    def close(self) -> None:
+        """End both."""
+        self._channels.close()
+        if self._bare is not None:
+            self._bare.close()
 
 
 def bare_ports(channel: Channel) -> dict[str, int]:
