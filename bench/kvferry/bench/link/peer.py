@@ -146,7 +146,7 @@ class PeerProcess:
             self._child.communicate(timeout=_WAIT_S)
 
 
-def _serve(request: Mapping[str, object]) -> tuple[list[ChannelServer], dict[str, object]]:
+def _serve(request: Mapping[str, object]) -> tuple[list[LinkServer], dict[str, object]]:
     walk = request["walk"]
     listen, bare = request["listen"], request["bare"]
     assert isinstance(walk, int)
