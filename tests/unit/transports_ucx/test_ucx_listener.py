@@ -15,10 +15,13 @@ import pytest
 
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectError, ConnectionClosedError, TransportError
-from kvferry.transports.ucx import UcxTransport, bootstrap, listener
+from kvferry.core.errors import AuthError, ConnectError, ConnectionClosedError, ProtocolError, TransportError
+from kvferry.transports import peer_owner
+from kvferry.transports.ucx import UcxTransport, bootstrap, frames, listener
 from kvferry.transports.ucx.bootstrap import Preamble, pack_preamble, parse_body, parse_prefix, problem_with
 from kvferry.transports.ucx.context import get_context
+from kvferry.transports.ucx.lane import Lane
+from kvferry.transports.ucx.listener import UcxListener
 from kvferry.transports.ucx.settings import Options
 
 
@@ -50,8 +53,8 @@ def silent_server(answer: bytes, *, end: bool = False) -> Iterator[str]:
         (b"", False, "did not answer"),
         (b"kvf", False, "did not answer"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", False, "no ucx end"),
-        (b"kvf-ucx\x01\x03\x00abc", False, "cannot be read"),
-        (b"kvf-ucx\x01\xff\xff", False, "no ucx end"),
+        (b"kvf-ucx\x02\x03\x00abc", False, "cannot be read"),
+        (b"kvf-ucx\x02\xff\xff", False, "no ucx end"),
         (b"", True, "ended the connection"),
     ],
 )
@@ -81,7 +84,7 @@ def test_guests_without_manners_keep_nobody_out(
         ]
         guests[1].sendall(b"kv")
         guests[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        guests[3].sendall(b"kvf-ucx\x01\x02\x00\xc1\xc1")
+        guests[3].sendall(b"kvf-ucx\x02\x02\x00\xc1\xc1")
         one = stack.enter_context(contextlib.closing(UcxTransport().connect(server.address, deadline_in(10))))
         other = stack.enter_context(contextlib.closing(server.accept(deadline_in(10))))
         one.send([b"x"], deadline_in(10))
@@ -132,7 +135,7 @@ def test_ends_with_nothing_in_common_are_refused_on_both_sides(
 
 def test_what_two_ends_have_in_common() -> None:
     def preamble(host: str, *names: str) -> Preamble:
-        return Preamble(host=host, ucx="1.21.0", transports=list(names))
+        return Preamble(host=host, ucx="1.21.0", transports=list(names), nonce=bytes(16))
 
     here = preamble("a", "self", "posix", "cma", "tcp", "rc_mlx5")
     assert problem_with(here, preamble("a", "posix"), Options()) == ""
@@ -148,7 +151,7 @@ def test_what_two_ends_have_in_common() -> None:
 
 
 def test_preamble_is_read_back() -> None:
-    preamble = Preamble(host="h", ucx="1.21.0", transports=["tcp"], refused="no")
+    preamble = Preamble(host="h", ucx="1.21.0", transports=["tcp"], nonce=bytes(16), refused="no")
     data = pack_preamble(preamble)
     assert parse_prefix(data[: bootstrap.PREFIX_NBYTES]) == len(data) - bootstrap.PREFIX_NBYTES
     assert parse_body(data[bootstrap.PREFIX_NBYTES :]) == preamble
@@ -199,3 +202,88 @@ def test_new_connections_in_a_forked_child_are_refused() -> None:
     assert "was forked from one that uses UCX" in first
     assert "spawn" in first
     assert second == "child 0"
+
+
+# -- strangers -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stranger(server: UcxListener) -> Iterator[tuple[socket.socket, bytes]]:
+    """A socket behind a good preamble, and the key of its digests."""
+    own = bootstrap.own_preamble(get_context(Options()))
+    place = ("127.0.0.1", parse_url(server.address).port or 0)
+    with socket.create_connection(place, timeout=10) as sock:
+        sock.sendall(pack_preamble(own))
+        prefix = sock.recv(bootstrap.PREFIX_NBYTES, socket.MSG_WAITALL)
+        body = sock.recv(parse_prefix(prefix), socket.MSG_WAITALL)
+        yield sock, bootstrap.key_of(own, parse_body(body))
+
+
+@pytest.mark.parametrize(
+    "nbytes",
+    [0, 1, frames.DIGEST_NBYTES, frames.DIGEST_NBYTES + 200, frames.MAX_ADDRESS_NBYTES + 100, 1 << 20],
+)
+def test_an_address_that_is_none_never_reaches_ucx(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX would end the process."""
+
+    def endpoint(*_: object, **__: object) -> None:
+        pytest.fail("UCX was given bytes of a stranger")
+
+    monkeypatch.setattr(Lane, "endpoint", endpoint)
+    with (
+        contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server,
+        stranger(server) as (sock, _),
+        contextlib.closing(server.accept(deadline_in(10))) as other,
+    ):
+        sock.sendall(frames.pack_header(frames.OPEN, nbytes) + os.urandom(min(nbytes, 1000)).ljust(nbytes))
+        with pytest.raises(ProtocolError):
+            other.recv_into([memoryview(bytearray(300_000))], deadline_in(10))
+
+
+def test_an_address_of_another_connection_or_a_damaged_one_is_refused() -> None:
+    key, address = os.urandom(32), os.urandom(300)
+    sealed = frames.seal_address(key, address)
+    assert frames.open_address(key, memoryview(sealed), "c") == address
+    for place in range(0, len(sealed), 7):
+        damaged = bytearray(sealed)
+        damaged[place] ^= 1
+        with pytest.raises(ProtocolError, match="damaged"):
+            frames.open_address(key, damaged, "c")
+    with pytest.raises(ProtocolError, match="not meant for this connection"):
+        frames.open_address(os.urandom(32), sealed, "c")
+
+
+def test_a_flood_of_different_garbage_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server:
+        place = ("127.0.0.1", parse_url(server.address).port or 0)
+        for _ in range(20):
+            with socket.create_connection(place, timeout=10) as guest:
+                guest.sendall(os.urandom(bootstrap.PREFIX_NBYTES))
+                with contextlib.suppress(ConnectionResetError):
+                    assert guest.recv(1) == b""
+        assert sum("no ucx end" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_other_users_of_this_machine_are_refused_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = 4242
+    monkeypatch.setattr(peer_owner, "owner_of_peer", lambda _: owner)
+    with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server:
+        url = server.address
+        with pytest.raises(AuthError, match=r"lets this process not in.*uid 4242.*allow_uid=4242"):
+            UcxTransport().connect(url, deadline_in(10))
+    assert "allow_uid=4242" in caplog.text
+    with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0?allow_uid=4242")) as server:
+        assert parse_url(server.address).options == {"allow_uid": str(os.geteuid())}
+        url = f"ucx://127.0.0.1:{parse_url(server.address).port}"
+        with pytest.raises(AuthError, match=r"cannot connect.*uid 4242"):
+            UcxTransport().connect(url, deadline_in(10))
+        UcxTransport().connect(f"{url}?allow_uid=4242", deadline_in(10)).close()
+        owner_unknown = pytest.raises(AuthError, match="allow_uid=any")
+        monkeypatch.setattr(peer_owner, "owner_of_peer", lambda _: None)
+        with owner_unknown:
+            UcxTransport().connect(url, deadline_in(10))
+    with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0?allow_uid=any")) as server:
+        url = f"ucx://127.0.0.1:{parse_url(server.address).port}?allow_uid=any"
+        UcxTransport().connect(url, deadline_in(10)).close()

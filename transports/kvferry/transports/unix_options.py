@@ -12,7 +12,7 @@ from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_rate, parse_seconds
 
-__all__ = ["UnixOptions", "parse_unix", "peer_groups"]
+__all__ = ["UnixOptions", "parse_ids", "parse_unix", "peer_groups"]
 
 _OPTIONS: Final = ("rate", "spin", "allow_uid", "allow_gid")
 _MAX_SPIN_S: Final = 0.01
@@ -67,7 +67,7 @@ def parse_unix(address: str) -> tuple[Address, UnixOptions]:
     try:
         rate = parse_rate(options["rate"]) if "rate" in options else None
         spin_s = parse_seconds(options.get("spin", "0"))
-        uids, gids = (_parse_ids(name, options.get(name)) for name in ("allow_uid", "allow_gid"))
+        uids, gids = (parse_ids(name, options.get(name)) for name in ("allow_uid", "allow_gid"))
     except ConfigError as error:
         raise ConfigError(f"address {address!r}: {error}") from error
     if spin_s > _MAX_SPIN_S:
@@ -78,7 +78,12 @@ def parse_unix(address: str) -> tuple[Address, UnixOptions]:
     return parsed, UnixOptions(rate, spin_s, uids, gids)
 
 
-def _parse_ids(name: str, text: str | None) -> frozenset[int]:
+def parse_ids(name: str, text: str | None) -> frozenset[int]:
+    """The numbers of an option ``name``; none if it is not there.
+
+    Raises:
+        ConfigError: If they are no users or groups.
+    """
     ids = text.split(",") if text is not None else []
     for one in ids:
         if not (one.isascii() and one.isdigit() and len(one) <= 10 and int(one) <= _MAX_ID):

@@ -8,10 +8,11 @@ are not part of it: they are exchanged when the first large message of a directi
 from __future__ import annotations
 
 import functools
+import secrets
 import socket
 import struct
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -23,6 +24,7 @@ __all__ = [
     "PREFIX_NBYTES",
     "Preamble",
     "keeps_messages",
+    "key_of",
     "own_preamble",
     "pack_preamble",
     "parse_body",
@@ -31,11 +33,12 @@ __all__ = [
     "uses_shared_memory",
 ]
 
-_MAGIC: Final = b"kvf-ucx\x01"
+_MAGIC: Final = b"kvf-ucx\x02"
 _PREFIX: Final = struct.Struct("<8sH")
 PREFIX_NBYTES: Final = _PREFIX.size
 _MAX_BODY_NBYTES: Final = 4096
 _MAX_NAMES: Final = 64
+_NONCE_NBYTES: Final = 16
 _MAILBOXES: Final = frozenset({"posix", "sysv", "xpmem"})
 
 
@@ -46,13 +49,17 @@ class Preamble(msgspec.Struct, frozen=True, kw_only=True):
         host: The same for two processes that may share memory.
         ucx: Version of UCX.
         transports: Names of the transports that its UCX uses.
+        nonce: Random, of this connection alone; see :func:`key_of`.
         refused: Why there will be no connection; empty if there will.
+        unauthorised: Whether that is for who the other end is.
     """
 
     host: str
     ucx: str
     transports: list[str]
+    nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_NBYTES, max_length=_NONCE_NBYTES)]
     refused: str = ""
+    unauthorised: bool = False
 
 
 @functools.cache
@@ -66,10 +73,22 @@ def _host() -> str:
     return f"{boot}/{shm}"
 
 
-def own_preamble(context: Context, refused: str = "") -> Preamble:
-    """The preamble of this process."""
+def own_preamble(context: Context, refused: str = "", *, unauthorised: bool = False) -> Preamble:
+    """The preamble of this process for one connection."""
     names = context.names[:_MAX_NAMES]
-    return Preamble(host=_host(), ucx=context.ucx.version, transports=names, refused=refused[:1024])
+    return Preamble(
+        host=_host(),
+        ucx=context.ucx.version,
+        transports=names,
+        nonce=secrets.token_bytes(_NONCE_NBYTES),
+        refused=refused[:1024],
+        unauthorised=unauthorised,
+    )
+
+
+def key_of(dialled: Preamble, listened: Preamble) -> bytes:
+    """The key of the digests that addresses of workers have on this connection."""
+    return dialled.nonce + listened.nonce
 
 
 def pack_preamble(preamble: Preamble) -> bytes:

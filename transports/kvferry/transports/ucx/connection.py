@@ -30,6 +30,7 @@ class UcxConnection(Connection):
         control: The connected socket, after the preambles; owned from here on.
         context: Of UCX.
         options: Of the address.
+        key: Of the digests of addresses: what both ends chose for this connection.
         error_handling: Whether UCX watches the peer itself, which keeps it from using shared memory.
         eager: Whether small messages may go by UCX, as they end up in shared memory.
     """
@@ -40,12 +41,13 @@ class UcxConnection(Connection):
         context: Context,
         options: Options,
         *,
+        key: bytes,
         error_handling: bool,
         eager: bool,
     ) -> None:
         self._control = control
-        self._out = Outgoing(control, context, options, error_handling=error_handling, eager=eager)
-        self._in = Incoming(control, context, options, error_handling=error_handling)
+        self._out = Outgoing(control, context, options, key=key, error_handling=error_handling, eager=eager)
+        self._in = Incoming(control, context, options, key=key, error_handling=error_handling)
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
 

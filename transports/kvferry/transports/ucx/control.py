@@ -73,12 +73,16 @@ class ControlSocket(SocketConnection):
                 raise ConnectionClosedError(f"{self._name} was closed here while it was waiting for bytes")
             return bool(ready)
 
-    def ended(self) -> bool:
-        """Whether the peer has ended the stream, or its process is gone; what it sent may still be there."""
+    def ended(self, patience_s: float = 0.0) -> bool:
+        """Whether the peer has ended the stream, or its process is gone; what it sent may still be there.
+
+        Args:
+            patience_s: A process that was killed loses its memory a moment before its sockets.
+        """
         with self.descriptor() as fd:
             poll = select.poll()
             poll.register(fd, select.POLLRDHUP)
-            return bool(poll.poll(0))
+            return bool(poll.poll(patience_s * 1e3))
 
     def retract(self, words: bytes, patience_s: float) -> None:
         """Say ``words`` so that the peer's kernel has them when this returns, or break the connection.

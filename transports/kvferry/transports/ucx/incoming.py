@@ -26,7 +26,9 @@ from kvferry.transports.ucx.frames import (
     OPEN,
     Header,
     message_tag,
+    open_address,
     parse_header,
+    seal_address,
 )
 from kvferry.transports.ucx.lane import WINDOW, Lane
 from kvferry.transports.ucx.library import Request
@@ -55,15 +57,23 @@ class Incoming:
         control: The connection's socket.
         context: Of UCX.
         options: Of the address.
+        key: Of the digests of addresses.
         error_handling: As for :class:`Outgoing`.
     """
 
     def __init__(
-        self, control: ControlSocket, context: Context, options: Options, *, error_handling: bool
+        self,
+        control: ControlSocket,
+        context: Context,
+        options: Options,
+        *,
+        key: bytes,
+        error_handling: bool,
     ) -> None:
         self._control = control
         self._context = context
         self._options = options
+        self._key = key
         self._error_handling = error_handling
         self._lane: Lane | None = None
         self._header = memoryview(bytearray(HEADER_NBYTES))
@@ -336,11 +346,12 @@ class Incoming:
         """The peer is about to send large messages: make the lane, and tell its worker where it is."""
         if self._lane is not None:
             raise ProtocolError(f"{self._control.name}: the peer opened its lane twice", remote=True)
-        address = memoryview(bytearray(header.nbytes))
-        self._control.recv_into([address], deadline)
+        sealed = memoryview(bytearray(header.nbytes))
+        self._control.recv_into([sealed], deadline)
+        address = open_address(self._key, sealed, self._control.name)
         self._lane = lane = Lane(self._context, self._control, self._options.spin_s)
-        endpoint = lane.endpoint(bytes(address), error_handling=self._error_handling)
-        own = lane.address
+        endpoint = lane.endpoint(address, error_handling=self._error_handling)
+        own = seal_address(self._key, lane.address)
         hello: ByteArray = np.frombuffer(LENGTH.pack(len(own)) + own, np.uint8)
         lane.post(lane.send(endpoint, hello, HELLO_TAG), hello)
         lane.drive(0, deadline, "answering the peer")

@@ -156,7 +156,7 @@ class Lane:
             request.check_error()
         except self._ucx.error as error:
             name = type(error).__name__
-            if any(part in name for part in _GONE):
+            if any(part in name for part in _GONE) or self._peer_is_gone():
                 raise ConnectionClosedError(
                     f"{self._control.name} was ended by the peer while {doing} (UCX: {error})"
                 ) from error
@@ -233,6 +233,12 @@ class Lane:
         """
         self._posted.extend((request, b"") for request in pending)
         self._end()
+
+    def _peer_is_gone(self) -> bool:
+        """After an error of UCX, which calls the end of a process on this machine an input/output error."""
+        with contextlib.suppress(ConnectionClosedError):
+            return self._control.ended(_GRACE_S)
+        return True  # closed here
 
     def _unfinished(self) -> int:
         return sum(not request.completed for request, _ in self._posted)

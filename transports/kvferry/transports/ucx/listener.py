@@ -20,6 +20,7 @@ from kvferry.transports.base import Connection, Listener
 from kvferry.transports.ucx.bootstrap import (
     PREFIX_NBYTES,
     keeps_messages,
+    key_of,
     own_preamble,
     pack_preamble,
     parse_body,
@@ -162,7 +163,7 @@ class UcxListener(Listener):
                 self._hear(guest)
         now = time.monotonic()
         for guest in [guest for guest in self._guests.values() if guest.until <= now]:
-            self._dismiss(guest, f"said nothing complete within {PREAMBLE_S:g} s")
+            self._dismiss(guest, "silent", f"said nothing complete within {PREAMBLE_S:g} s")
         return not self._closed
 
     def _take_guest(self) -> None:
@@ -180,13 +181,13 @@ class UcxListener(Listener):
         self._guests[sock] = guest
         self._selector.register(sock, selectors.EVENT_READ)
         if full:
-            self._refuse(guest, f"{_MAX_WAITING} connections wait to be accepted already")
+            self._refuse(guest, "full", f"{_MAX_WAITING} connections wait to be accepted already")
 
     def _hear(self, guest: _Guest) -> None:
         try:
             data = guest.sock.recv(guest.wanted - len(guest.received))
             if not data:
-                self._dismiss(guest, "went away")
+                self._dismiss(guest, "gone", "went away")
                 return
             guest.received += data
             if len(guest.received) < guest.wanted:
@@ -198,13 +199,16 @@ class UcxListener(Listener):
         except BlockingIOError:
             return
         except (OSError, ValueError) as error:
-            self._dismiss(guest, str(error))
+            self._dismiss(guest, type(error).__name__, str(error))
 
     def _welcome(self, guest: _Guest) -> None:
         peer = parse_body(memoryview(guest.received)[PREFIX_NBYTES:])
         own = own_preamble(self._context)
+        if problem := self._options.allowed.problem_with_peer(guest.sock):
+            self._refuse(guest, "user", problem, unauthorised=True)
+            return
         if problem := problem_with(own, peer, self._options):
-            self._refuse(guest, problem)
+            self._refuse(guest, "transports", problem)
             return
         self._forget(guest)
         with contextlib.ExitStack() as stack:
@@ -217,6 +221,7 @@ class UcxListener(Listener):
             control,
             self._context,
             self._options,
+            key=key_of(peer, own),
             error_handling=not uses_shared_memory(own, peer),
             eager=keeps_messages(own, peer),
         )
@@ -227,15 +232,17 @@ class UcxListener(Listener):
                 return
         connection.abort()
 
-    def _refuse(self, guest: _Guest, reason: str) -> None:
+    def _refuse(self, guest: _Guest, kind: str, reason: str, *, unauthorised: bool = False) -> None:
+        preamble = own_preamble(self._context, reason, unauthorised=unauthorised)
         with contextlib.suppress(OSError):
-            guest.sock.send(pack_preamble(own_preamble(self._context, reason)))
-        self._dismiss(guest, reason)
+            guest.sock.send(pack_preamble(preamble))
+        self._dismiss(guest, kind, reason)
 
-    def _dismiss(self, guest: _Guest, reason: str) -> None:
+    def _dismiss(self, guest: _Guest, kind: str, reason: str) -> None:
+        """Turn away; ``kind`` of the reason has none of the guest's bytes, which would make each line new."""
         self._forget(guest)
         guest.sock.close()
-        key = (guest.url.rpartition(":")[0], reason)
+        key = (guest.url.rpartition(":")[0], kind)
         self._limiter.log(logging.WARNING, key, "%s refused %s: %s", self._address, guest.url, reason)
 
     def _forget(self, guest: _Guest) -> None:

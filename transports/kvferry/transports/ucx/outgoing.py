@@ -12,20 +12,23 @@ import numpy as np
 
 from kvferry.core.buffers import Buf, ByteArray, copy_into, page_aligned, total_nbytes
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectionClosedError, ProtocolError, TransportError
+from kvferry.core.errors import ConnectionClosedError, TransportError
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
 from kvferry.transports.ucx.frames import (
     BESIDE,
     CANCEL,
     DATA,
+    DIGEST_NBYTES,
     HELLO_TAG,
     LENGTH,
     MAX_ADDRESS_NBYTES,
     OPEN,
     cut,
     message_tag,
+    open_address,
     pack_header,
+    seal_address,
 )
 from kvferry.transports.ucx.lane import WINDOW, Lane
 from kvferry.transports.ucx.library import Endpoint, Request
@@ -71,6 +74,7 @@ class Outgoing:
         control: The connection's socket.
         context: Of UCX.
         options: Of the address.
+        key: Of the digests of addresses.
         error_handling: Whether UCX watches the peer itself, which keeps it from using shared memory.
         eager: Whether small messages may go by UCX, as they end up in shared memory.
     """
@@ -81,12 +85,14 @@ class Outgoing:
         context: Context,
         options: Options,
         *,
+        key: bytes,
         error_handling: bool,
         eager: bool,
     ) -> None:
         self._control = control
         self._context = context
         self._options = options
+        self._key = key
         self._error_handling = error_handling
         self._eager = eager
         self._lane: Lane | None = None
@@ -245,9 +251,8 @@ class Outgoing:
         lane, _ = self._begin_opening(deadline)
         lane.drive(0, deadline, "waiting for the peer to receive the first large message")
         (nbytes,) = LENGTH.unpack_from(self._answer.data)
-        if not 0 < nbytes <= MAX_ADDRESS_NBYTES:
-            raise ProtocolError(f"{self._control.name}: an address of {nbytes} bytes", remote=True)
-        there = self._answer[LENGTH.size : LENGTH.size + nbytes].tobytes()
+        sealed = self._answer[LENGTH.size : LENGTH.size + nbytes].tobytes()
+        there = open_address(self._key, sealed, self._control.name)
         self._endpoint = lane.endpoint(there, error_handling=self._error_handling)
         return lane, self._endpoint
 
@@ -255,11 +260,11 @@ class Outgoing:
         """Tell the peer where the lane is; it answers when it receives."""
         lane = self._lane = self._lane or self._new_lane()
         if self._hello is None:
-            self._answer = np.zeros(LENGTH.size + MAX_ADDRESS_NBYTES, np.uint8)
+            self._answer = np.zeros(LENGTH.size + DIGEST_NBYTES + MAX_ADDRESS_NBYTES, np.uint8)
             self._hello = lane.receive(self._answer, HELLO_TAG)
             lane.post(self._hello, self._answer)
-            address = lane.address
-            self._control.send([pack_header(OPEN, len(address), self._position), address], deadline)
+            sealed = seal_address(self._key, lane.address)
+            self._control.send([pack_header(OPEN, len(sealed), self._position), sealed], deadline)
         return lane, self._hello
 
     def _new_lane(self) -> Lane:

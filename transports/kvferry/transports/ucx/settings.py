@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_nbytes, parse_seconds
+from kvferry.transports.peer_owner import AllowedUsers, parse_allowed
 
 __all__ = ["DEFAULTS", "Options", "advertised", "context_config", "parse_address", "source_of"]
 
@@ -31,7 +32,7 @@ DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
 """Set where neither the environment nor the address says otherwise, by name without ``UCX_``."""
 
 _UCX_OPTIONS: Final = {"tls": "TLS", "net_devices": "NET_DEVICES"}
-_LOCAL_OPTIONS: Final = ("require", "inline", "spin")
+_LOCAL_OPTIONS: Final = ("require", "inline", "spin", "allow_uid")
 _REQUIRABLE: Final = ("rdma", "shm", "tcp")
 _MIN_INLINE_NBYTES: Final = 8 << 10  # smaller ones would not wait for their receiver
 _MAX_INLINE_NBYTES: Final = 1 << 16
@@ -49,16 +50,18 @@ class Options:
         require: Kind of transport without which no connection is made; empty for any.
         inline_nbytes: Parts up to this size go through the socket.
         spin_s: How long a call that waits looks for progress before it sleeps.
+        allowed: Who else of this machine may be at the other end of a loopback connection.
     """
 
     ucx: tuple[tuple[str, str], ...] = ()
     require: str = ""
     inline_nbytes: int = _DEFAULT_INLINE_NBYTES
     spin_s: float = _DEFAULT_SPIN_S
+    allowed: AllowedUsers = field(default_factory=AllowedUsers)
 
 
 def parse_address(address: str) -> tuple[Address, Options]:
-    """An address ``ucx://host:port?tls=…&net_devices=…&require=…&inline=…&spin=…`` and its options.
+    """An address ``ucx://host:port?tls=…&require=…`` and its options.
 
     Raises:
         ConfigError: If it is malformed, or contradicts the environment.
@@ -70,6 +73,7 @@ def parse_address(address: str) -> tuple[Address, Options]:
     try:
         inline = parse_nbytes(given["inline"]) if "inline" in given else _DEFAULT_INLINE_NBYTES
         spin = parse_seconds(given["spin"]) if "spin" in given else _DEFAULT_SPIN_S
+        allowed = parse_allowed(given.get("allow_uid"))
     except ConfigError as error:
         raise ConfigError(f"address {address!r}: {error}") from error
     if not _MIN_INLINE_NBYTES <= inline <= _MAX_INLINE_NBYTES:
@@ -84,7 +88,7 @@ def parse_address(address: str) -> tuple[Address, Options]:
     ucx = tuple((_UCX_OPTIONS[name], given[name]) for name in _UCX_OPTIONS if name in given)
     for name, value in ucx:
         _check_clash(address, name, value)
-    return parsed, Options(ucx, require, inline, spin)
+    return parsed, Options(ucx, require, inline, spin, allowed)
 
 
 def _check_clash(address: str, name: str, value: str) -> None:
@@ -97,8 +101,11 @@ def _check_clash(address: str, name: str, value: str) -> None:
 
 
 def advertised(parsed: Address) -> Mapping[str, str]:
-    """The options that a listener's address carries: not the names of its own devices."""
-    return {name: value for name, value in parsed.options.items() if name != "net_devices"}
+    """The options that a listener's address carries: not its own devices; whom it trusts must trust it."""
+    options = {name: value for name, value in parsed.options.items() if name != "net_devices"}
+    if "allow_uid" in options:
+        options["allow_uid"] = str(os.geteuid())
+    return options
 
 
 def context_config(options: Options) -> dict[str, str]:

@@ -6,13 +6,14 @@ import contextlib
 import time
 from typing import ClassVar
 
-from kvferry.core.errors import ConnectError, ConnectionClosedError, TransferTimeoutError
+from kvferry.core.errors import AuthError, ConnectError, ConnectionClosedError, TransferTimeoutError
 from kvferry.transports import ip
 from kvferry.transports.base import Connection, Transport
 from kvferry.transports.ucx.bootstrap import (
     PREFIX_NBYTES,
     Preamble,
     keeps_messages,
+    key_of,
     own_preamble,
     pack_preamble,
     parse_body,
@@ -38,6 +39,7 @@ class UcxTransport(Transport):
         """Connect to ``address``; the peer has answered when it returns.
 
         Raises:
+            AuthError: If another user of this machine is there, or the listener refuses this one.
             ConnectError: If it cannot be reached by the deadline, or refuses; the message says why.
             ConfigError: If the address is malformed, contradicts the environment, or asks for what UCX does
                 not have here.
@@ -53,13 +55,21 @@ class UcxTransport(Transport):
         try:
             own = own_preamble(context)
             peer = _exchange(control, own, parsed.url, deadline)
-            if problem := peer.refused or problem_with(own, peer, options):
+            if peer.unauthorised:
+                raise AuthError(f"{parsed.url} lets this process not in: {peer.refused}")
+            if peer.refused:
+                raise ConnectError(f"cannot connect to {parsed.url}: {peer.refused}")
+            if problem := options.allowed.problem_with_peer(sock):
+                raise AuthError(f"cannot connect to {parsed.url}: {problem}")
+            if problem := problem_with(own, peer, options):
                 raise ConnectError(f"cannot connect to {parsed.url}: {problem}")
             shared, eager = uses_shared_memory(own, peer), keeps_messages(own, peer)
         except BaseException:
             control.abort()
             raise
-        return UcxConnection(control, context, options, error_handling=not shared, eager=eager)
+        return UcxConnection(
+            control, context, options, key=key_of(own, peer), error_handling=not shared, eager=eager
+        )
 
     def listen(self, address: str) -> UcxListener:
         """Listen on ``address``; see :meth:`Transport.listen`, raises also as :meth:`connect`."""
