@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -74,6 +75,9 @@ class Arena:
         shared: See :class:`Segment`.
         placement: Where the memory comes from; the capacity is rounded down to its granule.
 
+    Attributes:
+        refusal: Why the last segment that was wanted could not be had; empty if it could.
+
     Raises:
         ConfigError: If the capacity is below a page or above the memory that is available now, or the
             placement cannot be had.
@@ -114,6 +118,7 @@ class Arena:
         self._mapped_nbytes = 0
         self._used_pages = 0
         self._refused_growth = False
+        self.refusal = ""
         self._closed = False
 
     @property
@@ -307,6 +312,7 @@ class Arena:
         except (MemoryError, OSError) as error:
             self._refuse(nbytes, error)
             return False
+        self.refusal = ""
         self._segments.append(segment)
         self._allocators.append(PageAllocator(nbytes // PAGE_NBYTES))
         self._mapped_nbytes += nbytes
@@ -314,6 +320,9 @@ class Arena:
 
     def _refuse(self, nbytes: int, error: BaseException) -> None:
         """The host ran short since the start: go on with what is mapped; said once."""
+        too_large = isinstance(error, OSError) and error.errno == errno.EFBIG
+        remedy = "; raise this process's limit of file sizes (ulimit -f)" if too_large else ""
+        self.refusal = f"a segment of {nbytes} bytes cannot be had: {error}{remedy}"
         if not self._refused_growth:
             self._refused_growth = True
             _LOG.warning(

@@ -32,7 +32,14 @@ REDACTED = "***"
 def redact(text: str) -> str:
     """``text`` without what looks like a secret: user info in URLs, values after ``password=``, and so on."""
     text = _USER_INFO.sub(rf"\g<scheme>{REDACTED}@", text)
-    return _ASSIGNED.sub(rf"\g<key>{REDACTED}", text)
+    return _ASSIGNED.sub(_redacted, text)
+
+
+def _redacted(found: re.Match[str]) -> str:
+    key = found["key"]
+    if key.endswith(": ") and found.string[: found.start()].endswith("/"):
+        return found[0]  # a path with what is wrong with it, as of /etc/passwd
+    return f"{key}{REDACTED}"
 
 
 class LogLimiter:

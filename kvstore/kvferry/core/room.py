@@ -79,11 +79,20 @@ def room_shortage(
     chain_nbytes = len(chain) * namespace.slot_nbytes
     chain_held = sum(b.nbytes for b in chain if b.holds)
     others_held = pool.pinned_nbytes + pool.quarantined_nbytes - chain_held
+    mapped = arena.mapped_nbytes
+    remedy = "release leases, save fewer blocks at once, or raise the capacity"
+    free = f"{arena.free_nbytes} of {arena.capacity_nbytes} bytes free, "
+    if arena.refusal:
+        free = (
+            f"memory has {mapped} of {arena.capacity_nbytes} bytes, {mapped - arena.used_nbytes} of them "
+            f"free; {arena.refusal}; "
+        )
+        remedy = "end what is in the way of the segment, or release leases"
     message = (
         f"no room for {count} blocks of {namespace.spec.block_nbytes} bytes, asked {needed} bytes in "
-        f"whole pages: {arena.free_nbytes} of {arena.capacity_nbytes} bytes free, "
+        f"whole pages: {free}"
         f"{pool.pinned_nbytes} pinned by leases, pins and reservations, "
         f"{pool.quarantined_nbytes} in quarantine, {chain_nbytes} of the chain that is being "
-        "extended and nowhere else; release leases, save fewer blocks at once, or raise the capacity"
+        f"extended and nowhere else; {remedy}"
     )
     return message, needed + chain_nbytes <= arena.capacity_nbytes and others_held > 0

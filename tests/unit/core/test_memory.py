@@ -1,3 +1,5 @@
+import errno
+import os
 import threading
 import time
 
@@ -222,3 +224,31 @@ def test_two_stores_share_nothing() -> None:
     assert [s.tenant for s in one.layout().segments] == ["a"]
     assert one.layout().epoch != two.layout().epoch
     assert one.stats().per_tier["dram"]["entries"] == 1
+
+
+def test_memory_that_the_system_does_not_give_is_the_cause_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with a limit of file sizes: the arena is free, and no segment of it can be made."""
+
+    def refuse(fd: int, offset: int, nbytes: int) -> None:
+        del fd, offset, nbytes
+        raise OSError(errno.EFBIG, "File too large")
+
+    store = MemoryStore(8 * N)
+    ns = store.namespace(SPEC)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(CapacityError) as caught:
+            save_blocks(ns, chain(ns, 1, 2), seconds=5)
+    message = str(caught.value)
+    assert f"memory has 0 of {8 * N} bytes, 0 of them free" in message
+    assert f"a segment of {8 * N} bytes cannot be had: [Errno 27] File too large" in message
+    assert "ulimit -f" in message
+    assert f"{8 * N} of {8 * N} bytes free" not in message
+    assert save_blocks(ns, chain(ns, 1, 2)) == 2
+    store.arena.allocate_many(6, N)
+    with pytest.raises(CapacityError, match="bytes free") as caught:
+        save_blocks(ns, chain(ns, 2, 8), seconds=0.1)
+    assert "segment" not in str(caught.value)
+    store.close()
