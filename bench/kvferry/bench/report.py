@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.bench.ceilings import COLD_NBYTES
 from kvferry.bench.registry import Comparison
 from kvferry.bench.results import Param, Result
+from kvferry.core.units import format_nbytes
 
 __all__ = ["print_report", "print_table"]
 
@@ -27,8 +30,30 @@ def _against(result: Result) -> str:
     return "\n".join(lines)
 
 
+_QUOTED_RUNS: Final = 9
+
+
+def _why_unfit(results: Sequence[Result]) -> str:
+    """Why the figures are not fit to be quoted, if so."""
+    reasons = []
+    if results and max(r.runs for r in results) < _QUOTED_RUNS:
+        reasons.append(f"fewer than {_QUOTED_RUNS} runs")
+    walks = [walk for r in results if isinstance(walk := r.params.get("walk_nbytes"), int)]
+    if walks and min(walks) < COLD_NBYTES:
+        reasons.append(
+            f"buffers of {format_nbytes(min(walks))} are not cold ({format_nbytes(COLD_NBYTES)} are)"
+        )
+    return " and ".join(reasons)
+
+
 def print_report(results: Sequence[Result], console: Console, comparison: Comparison | None = None) -> None:
     """Print what ``comparison`` takes as a table of its own, and all others as :func:`print_table`."""
+    _print_tables(results, console, comparison)
+    if why := _why_unfit(results):
+        console.print(f"not fit to be quoted: {why}", markup=False, highlight=False)
+
+
+def _print_tables(results: Sequence[Result], console: Console, comparison: Comparison | None) -> None:
     compared = [r for r in results if comparison is not None and _last(r) in comparison.columns]
     others = [r for r in results if r not in compared]
     if others:

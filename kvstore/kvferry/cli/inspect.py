@@ -10,7 +10,13 @@ import typer
 from kvferry.cli.options import Json
 
 if TYPE_CHECKING:
-    from kvferry.store.disk.inspection import Finding, Inspection, NamespaceSummary, Verification
+    from kvferry.store.disk.inspection import (
+        Finding,
+        Inspection,
+        KeySummary,
+        NamespaceSummary,
+        Verification,
+    )
 
 __all__ = ["inspect"]
 
@@ -33,9 +39,16 @@ def inspect(
         bool,
         typer.Option("--repair", help="Verify, put corrupt blocks into quarantine, remove left-overs."),
     ] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List every block with its key, the last used first.")
+    ] = False,
     export: Annotated[
         Pair,
-        typer.Option("--export", metavar="KEY FILE", help="Copy one block, a safetensors file, to FILE."),
+        typer.Option(
+            "--export",
+            metavar="KEY FILE",
+            help="Copy a block, a safetensors file, to FILE; its key, or the start of it.",
+        ),
     ] = None,
     tenant: Annotated[Text, typer.Option(help="Whose block to export, if several have one.")] = None,
     as_json: Json = False,
@@ -60,9 +73,14 @@ def inspect(
         checked = _with_progress(directory, inspection.repair if repair else inspection.verify)
     found = inspection.inspect(directory)
     if as_json:
-        print_json({**_as_json(found), **({"verification": _checked_as_json(checked)} if checked else {})})
+        more: dict[str, object] = {"verification": _checked_as_json(checked)} if checked else {}
+        if keys:
+            more["keys"] = [_key_as_json(block) for block in inspection.list_keys(directory)]
+        print_json({**_as_json(found), **more})
     else:
         _print(found, checked)
+        if keys:
+            _print_keys(inspection.list_keys(directory))
     if checked is not None and checked.corrupt:
         raise typer.Exit(EXIT_CORRUPT)
 
@@ -108,6 +126,27 @@ def _namespace_as_json(summary: NamespaceSummary) -> dict[str, object]:
         "newest_s": round(summary.newest_s, 3),
         "spec": None if header is None else spec_to_json(header.spec),
     }
+
+
+def _key_as_json(block: KeySummary) -> dict[str, object]:
+    return {
+        "key": block.key.hex(),
+        "tenant": block.tenant,
+        "namespace": block.namespace_id.hex(),
+        "nbytes": block.nbytes,
+        "used_s": round(block.used_s, 3),
+    }
+
+
+def _print_keys(blocks: list[KeySummary]) -> None:
+    from kvferry.cli.output import print_table
+    from kvferry.core.units import format_nbytes
+
+    rows = [
+        (b.key.hex(), b.tenant, b.namespace_id.hex()[:12], format_nbytes(b.nbytes), _age(b.used_s))
+        for b in blocks
+    ]
+    print_table(("key", "tenant", "namespace", "size", "used"), rows)
 
 
 def _checked_as_json(checked: Verification) -> dict[str, object]:

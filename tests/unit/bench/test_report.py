@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from kvferry.bench.registry import Comparison
 from kvferry.bench.report import print_report
-from kvferry.bench.results import Result, summarise
+from kvferry.bench.results import Param, Result, summarise
+from kvferry.bench.scenarios.store import rounded
 
 COMPARISON = Comparison(title="side by side", row="codec", columns=("kl", "top1"), repeated=("ratio",))
 
@@ -45,3 +47,27 @@ def test_without_a_comparison_each_result_has_a_row() -> None:
     assert printed(results, None).count("codec.x.") == 2
     assert "side by side" not in printed([results[1]], COMPARISON)
     assert "kvferry bench" not in printed([results[0]], COMPARISON)
+
+
+@pytest.mark.parametrize(
+    ("runs", "walk", "said"),
+    [
+        (9, 256 << 20, ""),
+        (9, None, ""),
+        (8, None, "not fit to be quoted: fewer than 9 runs"),
+        (9, 8 << 20, "not fit to be quoted: buffers of 8 MiB are not cold (256 MiB are)"),
+        (2, 8 << 20, "fewer than 9 runs and buffers of"),
+    ],
+)
+def test_figures_that_are_not_fit_to_be_quoted_say_so(runs: int, walk: int | None, said: str) -> None:
+    params: dict[str, Param] = {} if walk is None else {"walk_nbytes": walk}
+    timed = summarise("store.x", params, "us", {"subject": [1.0] * runs})
+    once = summarise("store.x", {"measured": "memory"}, "bytes", {"subject": [1.0]})
+    text = " ".join(printed([timed, once], None).split())
+    assert said in text
+    assert ("not fit" in text) == bool(said)
+
+
+def test_entries_that_are_rounded_are_said() -> None:
+    assert rounded(2048, 2048, 512) == ""
+    assert rounded(2000, 1536, 512) == ", not 2000: in whole chains of 512"

@@ -103,6 +103,9 @@ def test_threads_lose_no_count(lines: tuple[logging.Logger, list[str]]) -> None:
         ("cluster_secret=hunter2&a=b", "cluster_secret=***&a=b"),
         ("first_token=17 prompt_tokens=1500", "first_token=17 prompt_tokens=1500"),
         ("tcp://127.0.0.1:8410?rate=1GB/s", "tcp://127.0.0.1:8410?rate=1GB/s"),
+        ("/etc/passwd: Not a directory", "/etc/passwd: Not a directory"),
+        ("/run/api_key=hunter2", "/run/api_key=***"),
+        ("/passwd:hunter2", "/passwd:***"),
     ],
 )
 def test_secrets_are_never_shown(text: str, shown: str) -> None:

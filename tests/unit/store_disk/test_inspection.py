@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -219,3 +220,62 @@ def test_repair_leaves_no_empty_folders(folder: Path, tier: DiskTier, keys: list
     assert inspection.repair(str(folder)).put_away == 4
     assert not place.exists()
     assert block_file(folder, keys[0]).exists()
+
+
+def test_keys_are_listed_and_the_start_of_one_is_enough(
+    folder: Path, tmp_path: Path, keys: list[BlockKey], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, key in enumerate(keys):
+        os.utime(block_file(folder, key), (1000 + number, 1000 + number))
+    listed = inspection.list_keys(str(folder))
+    assert len(listed) == 7
+    assert [block.key for block in listed[-5:]] == keys[::-1]  # the last used first
+    assert {block.tenant for block in listed[-5:]} == {"alice"}
+    assert run("inspect", str(folder), "--keys") == 0
+    shown = capsys.readouterr().out
+    assert all(key.hex() in shown for key in keys)
+    assert run("inspect", str(folder), "--keys", "--json") == 0
+    (found,) = [k for k in json.loads(capsys.readouterr().out)["keys"] if k["key"] == keys[2].hex()]
+    assert (found["tenant"], found["nbytes"]) == ("alice", block_file(folder, keys[2]).stat().st_size)
+    assert run("inspect", str(folder)) == 0
+    assert keys[0].hex() not in capsys.readouterr().out
+
+    hexes = [block.key.hex() for block in listed]
+    start = next(n for n in range(1, 65) if len({h for h in hexes if h.startswith(hexes[0][:n])}) == 1)
+    inspection.export_block(str(folder), hexes[0][:start].upper(), str(tmp_path / "one"))
+    with safetensors.safe_open(tmp_path / "one", "np") as file:
+        assert file.metadata()["key"] == hexes[0]
+
+
+def test_the_start_of_several_keys_is_refused(
+    folder: Path, tier: DiskTier, space: TierNamespace, tmp_path: Path
+) -> None:
+    write(tier, space, chain(space, 1, 17))  # two of them start with the same digit
+    hexes = sorted(block.key.hex() for block in inspection.list_keys(str(folder)))
+    several = next(one[:1] for one, other in itertools.pairwise(hexes) if one[:1] == other[:1])
+    with pytest.raises(RequestError, match=r"the start of .* keys in .*: give more digits"):
+        inspection.export_block(str(folder), several, str(tmp_path / "x"))
+    for wrong in ("", "xyz", "0" * 65, "0x12", " "):
+        with pytest.raises(RequestError, match=r"is no key.*--keys lists all"):
+            inspection.export_block(str(folder), wrong, str(tmp_path / "x"))
+    with pytest.raises(RequestError, match="is not in"):
+        inspection.export_block(str(folder), "f" * 64, str(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_is_no_tier_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a-b").mkdir()
+    (tmp_path / "a-b" / "notes.txt").write_text("x")
+    for flags in ((), ("--json",), ("--verify",)):
+        assert run("inspect", str(tmp_path), *flags) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "is no directory of a disk tier" in said.err
+    (tmp_path / "passwd").write_text("x")
+    assert run("inspect", str(tmp_path / "passwd")) == 2
+    assert "passwd is a file, not a directory" in capsys.readouterr().err
+
+
+def test_a_tier_without_a_block_is_shown(folder: Path, tier: DiskTier) -> None:
+    assert inspection.inspect(str(folder)).namespaces == ()
+    assert not tier.usage().entries

@@ -23,7 +23,7 @@ from kvferry.core.errors import CapacityError, ConfigError, StoreError, UnknownP
 from kvferry.core.nearest import did_you_mean
 from kvferry.core.units import format_nbytes, parse_nbytes
 
-__all__ = ["DEFAULT_SIZES", "SCENARIOS", "StoreOptions", "Workplace", "run"]
+__all__ = ["DEFAULT_SIZES", "SCENARIOS", "StoreOptions", "Workplace", "rounded", "run"]
 
 DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,32MiB"
 SCENARIOS = {
@@ -94,6 +94,11 @@ class StoreOptions:
             sync=str(options.param("sync", "none")),
             direct=str(options.param("direct", "auto")),
         )
+
+
+def rounded(asked: int, entries: int, chain: int) -> str:
+    """What is said of entries that are not as many as asked."""
+    return "" if asked == entries else f", not {asked}: in whole chains of {chain}"
 
 
 class _Scenario(Protocol):

@@ -17,7 +17,7 @@ from kvferry.bench.blocks import block_spec, chain_tokens
 from kvferry.bench.child import anonymous_rss, run_child, serve_child
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
-from kvferry.bench.scenarios.store import StoreOptions
+from kvferry.bench.scenarios.store import StoreOptions, rounded
 from kvferry.core.arena import available_memory
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
@@ -47,7 +47,7 @@ def run_lookup(options: StoreOptions, progress: Progress) -> Iterator[Result]:
             f"store.lookup over {entries} entries needs {format_nbytes(needed)} of memory, "
             f"{format_nbytes(available)} are available; ask for fewer with --entries"
         )
-    label = f"store.lookup entries={entries}"
+    label = f"store.lookup entries={entries}{rounded(options.lookup_entries, entries, _CHAIN)}"
     progress(label, 0, 1)
     flush = min(_FLUSH_NBYTES, options.walk_nbytes)
     request = {"entries": entries, "flush_nbytes": flush, "runs": options.runs, "warmup": options.warmup}
@@ -55,6 +55,7 @@ def run_lookup(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     progress(label, 1, 1)
     params: dict[str, Param] = {
         "entries": entries,
+        **({"asked": options.lookup_entries} if options.lookup_entries != entries else {}),
         "tier": "dram",
         "policy": "lru",
         "threads": 1,

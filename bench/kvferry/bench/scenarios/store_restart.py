@@ -19,7 +19,7 @@ from kvferry.bench.child import anonymous_rss, run_child, serve_child
 from kvferry.bench.disk_pattern import drop_page_cache, files_below
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, summarise
-from kvferry.bench.scenarios.store import StoreOptions, Workplace
+from kvferry.bench.scenarios.store import StoreOptions, Workplace, rounded
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError
@@ -111,11 +111,12 @@ def run_restart(options: StoreOptions, progress: Progress) -> Iterator[Result]:
             runs=options.runs,
             warmup=options.warmup,
             progress=progress,
-            label=f"store.restart entries={entries}",
+            label=f"store.restart entries={entries}{rounded(options.restart_entries, entries, _CHAIN)}",
         )
     ours, raw = (restarts.rows[mode][options.warmup :] for mode in ("tier", "pattern"))
     params: dict[str, Param] = {
         "entries": entries,
+        **({"asked": options.restart_entries} if options.restart_entries != entries else {}),
         "nbytes": _NBYTES,
         **place.params,
         "names": "as cached by the kernel",

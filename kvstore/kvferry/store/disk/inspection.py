@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -34,16 +34,19 @@ from kvferry.store.disk.scan import Scan, scan_directory
 __all__ = [
     "Finding",
     "Inspection",
+    "KeySummary",
     "NamespaceSummary",
     "Verification",
     "export_block",
     "inspect",
+    "list_keys",
     "repair",
     "verify",
 ]
 
 Progress = Callable[[int, int], None]
 _CHUNK_NBYTES: Final = 4 << 20
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _SILENT: Final = logging.getLogger(f"{__name__}.silent")
 _SILENT.disabled = True  # what it would say is in the result
 
@@ -69,6 +72,16 @@ class NamespaceSummary:
     oldest_s: float
     newest_s: float
     header: BlockHeader | None
+
+
+class KeySummary(NamedTuple):
+    """One block: whose, under which key, what it takes up, and seconds since it was written or read."""
+
+    tenant: str
+    namespace_id: bytes
+    key: BlockKey
+    nbytes: int
+    used_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +157,13 @@ def inspect(directory: str) -> Inspection:
     """Walk over names and sizes, and read one header a namespace.
 
     Raises:
-        RequestError: If there is no such directory.
+        RequestError: If there is no such directory, or it is none of a disk tier.
     """
     files, root = Files(), _open(directory)
     try:
         scan = scan_directory(files, root, clean=False)
+        if not _is_tier(root, scan):
+            raise RequestError(f"{directory} is no directory of a disk tier: it has no block, no lock")
         now = time.time_ns()
         namespaces = [
             NamespaceSummary(
@@ -176,6 +191,26 @@ def inspect(directory: str) -> Inspection:
         overhead_nbytes=scan.overhead_nbytes,
         errors=tuple(scan.errors),
     )
+
+
+def list_keys(directory: str) -> list[KeySummary]:
+    """Every block by its name and size, what was used last first; no file is opened.
+
+    Raises:
+        RequestError: If there is no such directory.
+    """
+    files, root = Files(), _open(directory)
+    try:
+        scan = scan_directory(files, root, clean=False)
+    finally:
+        files.close(root)
+    now = time.time_ns()
+    found = [
+        KeySummary(tenant, namespace, key, nbytes, max(0, now - used_at) / 1e9)
+        for (tenant, namespace), blocks in scan.blocks.items()
+        for used_at, key, nbytes in blocks
+    ]
+    return sorted(found, key=lambda block: block.used_s)
 
 
 def _some_header(
@@ -302,12 +337,9 @@ def _check(
     return nbytes
 
 
-def _is_tier(files: Files, root: int) -> bool:
-    """Whether a disk tier has used a directory."""
-    if has_lock_file(root):
-        return True
-    scan = scan_directory(files, root, clean=False)  # the lock's file is empty where the device was full
-    return bool(scan.blocks or scan.quarantined)
+def _is_tier(root: int, scan: Scan) -> bool:
+    """Whether a disk tier has used a directory; the lock's file is empty where the device was full."""
+    return has_lock_file(root) or bool(scan.blocks or scan.quarantined)
 
 
 def repair(directory: str, progress: Progress | None = None) -> Verification:
@@ -320,7 +352,7 @@ def repair(directory: str, progress: Progress | None = None) -> Verification:
     files = Files()
     fd = _open(directory)
     try:
-        if not _is_tier(files, fd):
+        if not _is_tier(fd, scan_directory(files, fd, clean=False)):
             raise RequestError(
                 f"{directory} is no directory of a disk tier: it has no block, no lock; nothing was changed"
             )
@@ -351,31 +383,41 @@ def repair(directory: str, progress: Progress | None = None) -> Verification:
         root.stop()
 
 
+def _not_one(places: list[tuple[str, bytes, BlockKey]], key_hex: str, directory: str) -> str:
+    if not places:
+        return f"{key_hex[:16]}… is not in {directory}"
+    if len({key for _, _, key in places}) > 1:
+        return f"{key_hex[:16]}… is the start of {len(places)} keys in {directory}: give more digits"
+    where = ", ".join(f"tenant {t} namespace {n.hex()[:16]}…" for t, n, _ in places)
+    return f"{key_hex[:16]}… is in {len(places)} places: {where}; choose one with --tenant"
+
+
 def export_block(directory: str, key_hex: str, target: str, *, tenant: str | None = None) -> BlockHeader:
     """Copy the file of one block, after it was verified, to ``target``, which must not exist.
+
+    Args:
+        directory: The directory.
+        key_hex: The key, or as much of its start as no other has.
+        target: The new file.
+        tenant: Whose block, if several have one.
 
     Raises:
         RequestError: If the key is no key, not there, or in several places; the message tells which.
         CorruptBlockError: If it is not sound; nothing is written.
         StoreError: If ``target`` cannot be written, or the block cannot be read.
     """
-    try:
-        key = BlockKey(bytes.fromhex(key_hex))
-    except ValueError:
-        key = BlockKey(b"")
-    if len(key) != KEY_NBYTES:
-        raise RequestError(f"{key_hex!r} is no key: give {2 * KEY_NBYTES} hex digits, the name of its file")
+    start = key_hex.lower()
+    if not 0 < len(start) <= 2 * KEY_NBYTES or not set(start) <= _HEX_DIGITS:
+        raise RequestError(
+            f"{key_hex!r} is no key: give its {2 * KEY_NBYTES} hex digits, or the first of them; "
+            "--keys lists all"
+        )
     files, root = Files(), _open(directory)
     try:
         scan = scan_directory(files, root, clean=False)
-        places = [p for p in _each(scan) if p[2] == key and tenant in (None, p[0])]
+        places = [p for p in _each(scan) if p[2].hex().startswith(start) and tenant in (None, p[0])]
         if len(places) != 1:
-            where = ", ".join(f"tenant {t} namespace {n.hex()[:16]}…" for t, n, _ in places)
-            raise RequestError(
-                f"{key_hex[:16]}… is in {len(places)} places: {where}; choose one with --tenant"
-                if places
-                else f"{key_hex[:16]}… is not in {directory}"
-            )
+            raise RequestError(_not_one(places, key_hex, directory))
         with _OpenBlock(files, root, *places[0]) as block:
             _check(files, block, *places[0], page_aligned(_CHUNK_NBYTES))
             with os.fdopen(os.dup(block.fd), "rb") as source, Path(target).open("xb") as out:
