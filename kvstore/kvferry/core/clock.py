@@ -6,8 +6,31 @@ On the wire a deadline travels as the seconds left, since two hosts share no clo
 from __future__ import annotations
 
 import time
+from typing import Final
 
-__all__ = ["deadline_in", "earliest", "is_past", "remaining", "time_left"]
+from kvferry.core.errors import ConfigError
+
+__all__ = ["checked_deadline", "deadline_in", "earliest", "is_past", "remaining", "time_left"]
+
+
+_FAR_S: Final = 1e9  # further than any wait, and what every call that takes a timeout still takes
+
+
+def checked_deadline(deadline: float) -> float:
+    """A deadline as a caller gave it; infinity becomes one in some thirty years.
+
+    Raises:
+        ConfigError: If it is no number, or not a number (NaN).
+    """
+    if isinstance(deadline, bool) or not hasattr(type(deadline), "__float__"):
+        raise ConfigError(
+            f"a deadline is a time.monotonic() value, got {deadline!r}; "
+            "kvferry.core.clock.deadline_in(seconds) makes one"
+        )
+    seconds = float(deadline)
+    if seconds != seconds:
+        raise ConfigError("a deadline is NaN; it is a time.monotonic() value, a float")
+    return seconds if seconds < _FAR_S else min(seconds, time.monotonic() + _FAR_S)
 
 
 def deadline_in(seconds: float) -> float:

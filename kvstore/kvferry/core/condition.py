@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 __all__ = ["QuietCondition"]
 
@@ -11,26 +12,40 @@ class QuietCondition(threading.Condition):
     """As :class:`threading.Condition`, but to notify when nobody waits is one look at a number.
 
     A store notifies after every call that may give room to others, and mostly nobody waits for any.
+
+    Take the lock itself (``with lock:``), not the condition: between taking and the body of the ``with``
+    there is no Python code then, in which an exception of a signal handler could leave the lock taken. In
+    :meth:`wait` one exception of a handler leaves the lock held, as the caller's ``with`` needs it; a
+    second one, while the first is on its way and others hold the lock, may not.
     """
 
     def __init__(self, lock: threading.Lock) -> None:
         super().__init__(lock)
-        self._waiting = 0
+        self._mutex = lock
+        self._sleepers: deque[threading.Lock] = deque()
 
     def wait(self, timeout: float | None = None) -> bool:
         """See :meth:`threading.Condition.wait`."""
-        self._waiting += 1  # the lock is held, here and when the wait is over
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)
+        woken = False
         try:
-            return super().wait(timeout)
+            self._mutex.release()  # inside: whatever is raised from here on, the lock is taken again
+            woken = sleeper.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
-            self._waiting -= 1
+            self._mutex.acquire()
+            if not woken and sleeper in self._sleepers:
+                self._sleepers.remove(sleeper)
+        return woken
 
     def notify(self, n: int = 1) -> None:
         """See :meth:`threading.Condition.notify`."""
-        if self._waiting:
-            super().notify(n)
+        while self._sleepers and n > 0:
+            self._sleepers.popleft().release()
+            n -= 1
 
     def notify_all(self) -> None:
         """See :meth:`threading.Condition.notify_all`."""
-        if self._waiting:
-            super().notify_all()
+        while self._sleepers:
+            self._sleepers.popleft().release()

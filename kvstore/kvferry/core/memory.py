@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from kvferry.core.arena import Arena, ArenaLayout
 from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
+from kvferry.core.clock import checked_deadline
 from kvferry.core.condition import QuietCondition
 from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError, StoreError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
@@ -98,13 +99,14 @@ class MemoryStore:
 
     def poll(self) -> list[Completion]:
         """End what is past its deadline; nothing runs in the background, so nothing is reported."""
-        with self._cond:
+        with self._lock:
             if not self._closed:
                 self._sweep(processes=True)
         return []
 
-    def flush(self, *, deadline: float) -> bool:  # noqa: ARG002
+    def flush(self, *, deadline: float) -> bool:
         """There is no slower tier: always ``True``."""
+        checked_deadline(deadline)
         return True
 
     def stats(self) -> Stats:
@@ -114,7 +116,7 @@ class MemoryStore:
         are still read, and reserved slots; quarantined slots are counted apart. ``used_nbytes`` is all
         of these and the evictable blocks. Hits are counted by ``lookup``.
         """
-        with self._cond:
+        with self._lock:
             if self._closed:
                 return Stats()
             self._sweep(processes=True)
@@ -144,7 +146,7 @@ class MemoryStore:
 
     def close(self) -> None:
         """End all leases, wake all waiters, free the memory (with its last view); twice does nothing."""
-        with self._cond:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -159,7 +161,7 @@ class MemoryStore:
 
     def find_lease(self, lease_id: str, session: Session) -> SlotLease | None:
         """The lease of that id if it holds blocks and belongs to ``session``."""
-        with self._cond:
+        with self._lock:
             lease: SlotLease | None = self._pool.reads.get(lease_id) or self._pool.writes.get(lease_id)
             return lease if lease is not None and lease.session is session else None
 
@@ -175,7 +177,7 @@ class MemoryStore:
 
     def end_read(self, lease: SlotReadLease) -> bool:
         """See :meth:`SlotReadLease.release`."""
-        with self._cond:
+        with self._lock:
             self._count_expired()
             if lease.state is LeaseState.ENDED:
                 return False
@@ -185,7 +187,7 @@ class MemoryStore:
 
     def renew(self, lease: SlotLease) -> None:
         """See :meth:`SlotLease.renew`."""
-        with self._cond:
+        with self._lock:
             lease.require_active()
             if lease.session.ended:
                 raise LeaseExpiredError(f"{lease!r}: its session has ended")
@@ -194,7 +196,7 @@ class MemoryStore:
 
     def commit_write(self, lease: SlotWriteLease) -> int:
         """See :meth:`SlotWriteLease.commit`; a commit that comes too late counts as an abort."""
-        with self._cond:
+        with self._lock:
             self._require_publishable(lease)
             fill = self._pool.fill(lease)
             stored = self._pool.commit(lease)
@@ -204,7 +206,7 @@ class MemoryStore:
 
     def publish_write(self, lease: SlotWriteLease) -> tuple[int, SlotReadLease]:
         """See :meth:`SlotWriteLease.publish`; too late counts as an abort."""
-        with self._cond:
+        with self._lock:
             self._require_publishable(lease)
             fill = self._pool.fill(lease)
             stored, read = self._pool.publish(lease, time.monotonic() + self.lease_s)
@@ -228,7 +230,7 @@ class MemoryStore:
 
     def abort_write(self, lease: SlotWriteLease) -> None:
         """See :meth:`SlotWriteLease.abort`."""
-        with self._cond:
+        with self._lock:
             self._count_expired()
             if lease.state is not LeaseState.ENDED:
                 self._pool.abort(lease, "it was aborted")
@@ -236,20 +238,20 @@ class MemoryStore:
 
     def begin_writing(self, lease: SlotWriteLease) -> None:
         """See :meth:`SlotWriteLease.writing`."""
-        with self._cond:
+        with self._lock:
             lease.require_active()
             lease.writings += 1
 
     def end_writing(self, lease: SlotWriteLease) -> None:
         """See :meth:`SlotWriteLease.writing`."""
-        with self._cond:
+        with self._lock:
             self._pool.writing_ended(lease)
             self._cond.notify_all()
 
     # ---- called by namespaces --------------------------------------------------------------------
 
     def _lookup(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Hit:
-        with self._cond:
+        with self._lock:
             self._require_open()
             index = self._pool.indexes.get(namespace.namespace_id)
             if index is None:
@@ -271,7 +273,7 @@ class MemoryStore:
         keys: Sequence[BlockKey],
         deadline: float,  # noqa: ARG002
     ) -> SlotReadLease:
-        with self._cond:
+        with self._lock:
             now = self._begin(namespace.session)
             blocks = self._pool.prefix(namespace.namespace_id, keys)
             self._pool.touch(blocks)
@@ -281,8 +283,8 @@ class MemoryStore:
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, deadline: float
     ) -> SlotWriteLease:
         parents = dict(zip(keys, [parent, *keys], strict=False))
-        asked = self._below(namespace, parents)
-        with self._cond:
+        asked = self._below(namespace, parents, deadline)
+        with self._lock:
             missing, slots, now = self._take_slots(namespace, parents, asked, deadline)
             fill = Fill(namespace.namespace_id, tuple(missing.values()), deadline)
             return self._pool.open_write(
@@ -309,7 +311,7 @@ class MemoryStore:
                 stored = {} if index is None else index.entries
                 missing = {k: p for k, p in parents.items() if k not in stored and k not in asked.held}
             if asked.keys is not None and not asked.keys.issuperset(missing):
-                asked = self._ask_again(namespace, missing, asked)  # what was in memory is perhaps only below
+                asked = self._ask_again(namespace, missing, asked, deadline)  # maybe only below now
                 continue
             shortage = quota_shortage(pool, namespace, len(missing), self.write_quota_nbytes)
             if shortage is None:
@@ -327,12 +329,14 @@ class MemoryStore:
                 raise CapacityError(message)
             self._wait_for_room(now, deadline)
 
-    def _ask_again(self, namespace: MemoryNamespace, missing: Collection[BlockKey], asked: Below) -> Below:
+    def _ask_again(
+        self, namespace: MemoryNamespace, missing: Collection[BlockKey], asked: Below, deadline: float
+    ) -> Below:
         """Ask slower tiers for further keys, without the lock."""
         known = asked.keys or frozenset()
-        self._lock.release()
         try:
-            more = self._below(namespace, [k for k in missing if k not in known])
+            self._lock.release()  # inside: whatever is raised from here on, the lock is taken again
+            more = self._below(namespace, [k for k in missing if k not in known], deadline)
         finally:
             self._lock.acquire()
         return Below({*asked.held, *more.held}, known.union(missing))
@@ -363,7 +367,7 @@ class MemoryStore:
 
     def _pin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], until: float) -> int:
         ns = namespace.namespace_id
-        with self._cond:
+        with self._lock:
             self._require_open()
             self._sweep()
             blocks = [b for k in dict.fromkeys(keys) if (b := self._pool.get(ns, k)) is not None]
@@ -372,7 +376,7 @@ class MemoryStore:
             return len(blocks)
 
     def _unpin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:
-        with self._cond:
+        with self._lock:
             self._require_open()
             for key in keys:
                 block = self._pool.get(namespace.namespace_id, key)
@@ -382,7 +386,7 @@ class MemoryStore:
 
     def _remove(self, namespace: MemoryNamespace, keys: Sequence[BlockKey] | None) -> int:
         """Forget ``keys``, or with ``None`` all of the namespace."""
-        with self._cond:
+        with self._lock:
             self._require_open()
             return len(self._forget(namespace.namespace_id, keys))
 
@@ -403,7 +407,12 @@ class MemoryStore:
     def _namespace(self, session: Session, spec: KVSpec, scope: KeyScope) -> MemoryNamespace:
         return MemoryNamespace(self, session, spec, scope)
 
-    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> Below:  # noqa: ARG002
+    def _below(
+        self,
+        namespace: MemoryNamespace,  # noqa: ARG002
+        keys: Collection[BlockKey],  # noqa: ARG002
+        deadline: float,  # noqa: ARG002
+    ) -> Below:
         """Which of ``keys`` slower tiers hold, so that they need not be saved; without the lock."""
         return NOTHING_BELOW
 
@@ -444,7 +453,7 @@ class MemoryStore:
             raise StoreError("the store is closed")
 
     def _watch(self, session: Session) -> None:
-        with self._cond:
+        with self._lock:
             if session in self._sessions:
                 return
             self._sessions.add(session)
@@ -458,7 +467,7 @@ class MemoryStore:
         session.on_end(listener)
 
     def _session_ended(self) -> None:
-        with self._cond:
+        with self._lock:
             if not self._closed:
                 self._sweep(processes=True)
                 self._cond.notify_all()

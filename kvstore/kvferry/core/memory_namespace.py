@@ -10,6 +10,7 @@ from kvferry.core import keys as _keys
 from kvferry.core import saving
 from kvferry.core.blockstore import Hit
 from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.clock import checked_deadline
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey, Media, Tokens, require_key, require_keys
 from kvferry.core.leases import SlotReadLease, SlotWriteLease
@@ -57,7 +58,7 @@ class MemoryNamespace:
 
     def load(self, keys: Sequence[BlockKey], *, deadline: float) -> SlotReadLease:
         """Lease the longest stored prefix of ``keys``; waits only for slower tiers, until the deadline."""
-        return self._store._load(self, require_keys(keys), deadline)
+        return self._store._load(self, require_keys(keys), checked_deadline(deadline))
 
     def reserve(
         self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float
@@ -75,7 +76,7 @@ class MemoryNamespace:
         """
         keys = require_keys(keys)
         _require_parent(parent)
-        return self._store._reserve(self, keys, parent, deadline)
+        return self._store._reserve(self, keys, parent, checked_deadline(deadline))
 
     def save(
         self, blocks: Sequence[tuple[BlockKey, Buf]], *, parent: BlockKey | None, deadline: float
@@ -89,6 +90,7 @@ class MemoryNamespace:
             ConfigError: If a buffer is not ``spec.block_nbytes`` long; nothing is stored.
             LeaseExpiredError: If the session or the store ended meanwhile; nothing is stored.
         """
+        deadline = checked_deadline(deadline)
         sources: dict[BlockKey, memoryview] = {}
         parents: dict[BlockKey, BlockKey | None] = {}
         above = parent
@@ -117,9 +119,10 @@ class MemoryNamespace:
         Raises:
             ConfigError: If ``ttl`` is not above 0.
         """
+        until = checked_deadline(ttl) + time.monotonic()
         if not ttl > 0:
             raise ConfigError(f"a pin of {ttl} seconds; ttl must be above 0")
-        return self._store._pin(self, require_keys(keys), time.monotonic() + ttl)
+        return self._store._pin(self, require_keys(keys), until)
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """End :meth:`pin` early."""

@@ -45,16 +45,19 @@ def save(
         LeaseExpiredError: If the session or the store ended meanwhile.
         StoreError: If either had ended before.
     """
-    asked = store._below(namespace, parents)
-    with store._lock:
-        missing, slots, _ = store._take_slots(namespace, parents, asked, deadline)
-        if not missing:
-            return 0
-        _charge(store, namespace, len(slots))
+    asked = store._below(namespace, parents, deadline)
+    slots: list[Slot] = []
+    charged = False
     try:
+        with store._lock:
+            missing, slots, _ = store._take_slots(namespace, parents, asked, deadline)
+            if not missing:
+                return 0
+            _charge(store, namespace, len(slots))
+            charged = True
         store.arena.write(slots, map(sources.__getitem__, missing))
     except BaseException:
-        _give_back(store, namespace, slots)
+        _give_back(store, namespace, slots, charged=charged)
         raise
     with store._lock:
         if not (store._closed or namespace.session.ended):
@@ -75,9 +78,12 @@ def _charge(store: MemoryStore, namespace: MemoryNamespace, slots: int) -> None:
         store._pool.writes.charge(namespace.session.session_id, slots * namespace.slot_nbytes)
 
 
-def _give_back(store: MemoryStore, namespace: MemoryNamespace, slots: Sequence[Slot]) -> None:
+def _give_back(
+    store: MemoryStore, namespace: MemoryNamespace, slots: Sequence[Slot], *, charged: bool = True
+) -> None:
     with store._lock:
-        _charge(store, namespace, -len(slots))
+        if charged:
+            _charge(store, namespace, -len(slots))
         for slot in slots:
             store.arena.free(slot)
         store._cond.notify_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from kvferry.core.chains import Block
@@ -98,22 +99,32 @@ class WayDown:
 
     def stored(self, blocks: Sequence[Block], deadline: float) -> None:
         """Blocks were saved: queue them for the tiers that get them at once; may wait for a place."""
-        late: list[tuple[TierWriter, Block]] = []
-        for writer in self.at_commit:  # nothing waits here, so that every block is still there
-            level, waits = writer.level, False
-            for block in blocks:
-                if not level.options.admission.admit(block.index.namespace_id, block.key):
-                    continue
-                if not waits and self._put(writer, block):
-                    continue
-                if level.options.write.full == "wait" and level.writes.ready:
-                    waits = True  # the others too: heads first
-                    self._pool.hold(block)
-                    late.append((writer, block))
-                else:
-                    writer.drop(1, block.nbytes)
-        for writer, block in late:
-            self._put_late(writer, block, deadline)
+        late: deque[tuple[TierWriter, Block]] = deque()
+        try:
+            for writer in self.at_commit:  # nothing waits here, so that every block is still there
+                level, waits = writer.level, False
+                for block in blocks:
+                    if not level.options.admission.admit(block.index.namespace_id, block.key):
+                        continue
+                    if not waits and self._put(writer, block):
+                        continue
+                    if level.options.write.full == "wait" and level.writes.ready:
+                        waits = True  # the others too: heads first
+                        self._pool.hold(block)
+                        late.append((writer, block))
+                    else:
+                        writer.drop(1, block.nbytes)
+            while late:
+                self._put_late(*late[0], deadline)
+                self._let_go(late)
+        finally:  # only where something raised: a signal handler in the wait, or a policy
+            while late:
+                late[0][0].drop(1, late[0][1].nbytes)
+                self._let_go(late)
+
+    def _let_go(self, late: deque[tuple[TierWriter, Block]]) -> None:
+        self._pool.drop(late.popleft()[1])
+        self._cond.notify_all()
 
     def used(self, blocks: Sequence[Block]) -> None:
         """Blocks in memory were used, or saved again: tiers that admit on use may want them now."""
@@ -160,8 +171,6 @@ class WayDown:
             self._cond.wait(min(deadline - now, _RECHECK_S))
         if block.stored and (self._stopping or not self._put(writer, block)):
             writer.drop(1, block.nbytes)
-        self._pool.drop(block)
-        self._cond.notify_all()
 
     def _may_leave(self, block: Block) -> Leave:
         """Asked by the pool before it evicts: tiers that get blocks on eviction get it first."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.core.chains import Block, ChainIndex
+from kvferry.core.clock import time_left
 from kvferry.core.errors import StoreError
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.segments import Slot
+from kvferry.store.hands import UNKNOWN, drop_frames, lend, over_when
 from kvferry.store.level import Level
 from kvferry.store.tier import UNKNOWN_PARENT, BlockRead, ReadOutcome, ReadResult, TierNamespace
 
@@ -21,13 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetcher"]
 
+_LOG = logging.getLogger(__name__)
 _RECHECK_S = 0.05
+_GRACE_S = 5.0
+_NOT_BEGUN = ReadResult(ReadOutcome.FAILED, "not begun")
+_BEGUN = ReadResult(ReadOutcome.FAILED, "its read did not end", in_flight=UNKNOWN)
 
 
 class _Item:
     """One block to read: into which slot, from which tier, and what came of it."""
 
-    __slots__ = ("cancelled", "key", "level", "promote", "result", "slot")
+    __slots__ = ("cancelled", "key", "level", "promote", "reference", "result", "slot")
 
     def __init__(self, key: BlockKey, level: Level, slot: Slot, *, promote: bool) -> None:
         self.key = key
@@ -35,7 +42,8 @@ class _Item:
         self.slot = slot
         self.promote = promote
         self.cancelled = False  # removed meanwhile: it does not stay
-        self.result = ReadResult(ReadOutcome.FAILED, "not read yet")
+        self.result = _NOT_BEGUN
+        self.reference: Callable[[], object] | None = None  # to the buffer, as it was lent to the tier
 
 
 class _Plan(NamedTuple):
@@ -60,7 +68,7 @@ class Fetcher:
     def __init__(self, store: TieredStore) -> None:
         self._store = store
         self._fetching: dict[tuple[bytes, BlockKey], _Item] = {}  # those that are to stay
-        self._limbo: list[tuple[threading.Event, Slot]] = []
+        self._limbo: list[tuple[Callable[[], bool], Slot]] = []
 
     def load(
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float, *, stay: bool = False
@@ -74,9 +82,11 @@ class Fetcher:
         try:
             if plan.items:
                 self._read(plan, deadline)
-        finally:
-            lease = self._finish(plan)
-        return lease
+        except BaseException as error:  # not of a tier: a signal handler raised it in this thread
+            drop_frames(error)  # whoever keeps it should not keep the buffers
+            self._give_up(plan)
+            raise
+        return self._finish(plan)
 
     # ---- under the store's lock --------------------------------------------------------------------
 
@@ -96,7 +106,7 @@ class Fetcher:
         pool = self._store._pool
         left = []
         for over, slot in self._limbo:
-            if over.is_set():
+            if over():
                 pool.quarantined_nbytes -= slot.slot_nbytes
                 pool.arena.free(slot)
                 self._store._cond.notify_all()
@@ -119,9 +129,9 @@ class Fetcher:
         where, asked = dict[BlockKey, Level](), set[BlockKey]()
         while True:
             missing = [key for key in store._not_in_memory(namespace, keys) if key not in asked]
-            where.update(store._locate_missing(namespace, missing))
+            where.update(store._locate_missing(namespace, missing, deadline))
             asked.update(missing)
-            with store._cond:
+            with store._lock:
                 now = store._begin(namespace.session, processes=True)
                 if self._has_left(namespace, keys, asked):
                     continue
@@ -240,27 +250,45 @@ class Fetcher:
             by_level: dict[int, list[_Item]] = {}
             for item in left:
                 by_level.setdefault(item.level.number, []).append(item)
-            _in_parallel([_reader(store, space, items, deadline) for items in by_level.values()])
+            _in_parallel([_reader(store, space, items, deadline) for items in by_level.values()], deadline)
             left = [item for item in left if self._try_below(space, item, deadline)]
 
     def _try_below(self, space: TierNamespace, item: _Item, deadline: float) -> bool:
         result = item.result
-        if result.outcome is ReadOutcome.HIT or result.in_flight is not None or time.monotonic() >= deadline:
+        if result.outcome is ReadOutcome.HIT or time.monotonic() >= deadline:
             return False
+        if over_when(result.in_flight, item.reference) is not None:
+            return False  # the slot is not this load's alone
         for level in self._store.levels[item.level.number + 1 :]:
-            if level.contains(space, [item.key])[0]:
+            if level.contains(space, [item.key], deadline)[0]:
                 item.level = level
                 return True
         return False
 
     # ---- finish --------------------------------------------------------------------------------------
 
+    def _give_up(self, plan: _Plan) -> None:
+        """The load ended by an exception: keep what was read, lease nothing."""
+        store = self._store
+        with store._lock:
+            self._end_fetching(plan)
+            if store._closed:
+                return
+            read = self._keep(plan)
+            for block in {**plan.memory, **read}.values():
+                store._pool.drop(block)
+            store._cond.notify_all()
+
+    def _end_fetching(self, plan: _Plan) -> None:
+        for item in plan.items:
+            name = (plan.namespace.namespace_id, item.key)
+            if self._fetching.get(name) is item:
+                del self._fetching[name]
+
     def _finish(self, plan: _Plan) -> SlotReadLease:
         store, namespace = self._store, plan.namespace
-        with store._cond:
-            for item in plan.items:
-                if self._fetching.get((namespace.namespace_id, item.key)) is item:
-                    del self._fetching[namespace.namespace_id, item.key]
+        with store._lock:
+            self._end_fetching(plan)
             if store._closed:
                 raise StoreError("the store was closed during the load")
             read = self._keep(plan)
@@ -286,18 +314,19 @@ class Fetcher:
         read: dict[BlockKey, Block] = {}
         stay: list[Block] = []
         for item in reversed(plan.items):  # tails first, so that heads count as used last
-            if item.result.outcome is not ReadOutcome.HIT:
-                self._give_back(item)
+            result = item.result  # once: after an exception its thread may still be under way
+            if result.outcome is not ReadOutcome.HIT:
+                self._give_back(item, result)
                 continue
             index = pool.indexes.get(ns) or ChainIndex(ns, namespace.slot_nbytes)
             block = index.entries.get(item.key)
             if block is not None:  # saved meanwhile: equal keys name equal bytes
                 pool.arena.free(item.slot)
             else:
-                parent = item.result.parent
+                parent = result.parent
                 block = Block(index, item.key, None if parent == UNKNOWN_PARENT else parent, item.slot)
                 block.places = item.level.bit
-                block.position = item.result.position
+                block.position = result.position
                 if item.promote and not item.cancelled:
                     block.index = pool.index(ns, namespace.slot_nbytes)
                     pool.add(block)
@@ -308,9 +337,10 @@ class Fetcher:
         self._store._came_up(stay)
         return read
 
-    def _give_back(self, item: _Item) -> None:
-        pool, over = self._store._pool, item.result.in_flight
-        if over is None or over.is_set():
+    def _give_back(self, item: _Item, result: ReadResult) -> None:
+        pool = self._store._pool
+        over = over_when(result.in_flight, item.reference)
+        if over is None:
             pool.arena.free(item.slot)
         else:
             pool.quarantined_nbytes += item.slot.slot_nbytes
@@ -321,7 +351,12 @@ def _reader(
     store: TieredStore, space: TierNamespace, items: list[_Item], deadline: float
 ) -> Callable[[], None]:
     def read() -> None:
-        reads = [BlockRead(item.key, store.arena.view(item.slot)) for item in items]
+        reads = []
+        for item in items:
+            view, item.reference = lend(store.arena.view(item.slot))
+            item.result = _BEGUN  # from here on the slot is only free again when the read is known to be over
+            reads.append(BlockRead(item.key, view))
+            del view
         results = items[0].level.read(space, reads, deadline=deadline)
         for item, result in zip(items, results, strict=True):
             item.result = result
@@ -329,11 +364,22 @@ def _reader(
     return read
 
 
-def _in_parallel(calls: list[Callable[[], None]]) -> None:
+def _in_parallel(calls: list[Callable[[], None]], deadline: float) -> None:
     """One call here, the others each in a thread of its own, which ends with this call."""
-    threads = [threading.Thread(target=call, name="kvferry-fetch", daemon=True) for call in calls[1:]]
+    threads = [
+        threading.Thread(target=_contained, args=(call,), name="kvferry-fetch", daemon=True)
+        for call in calls[1:]
+    ]
     for thread in threads:
         thread.start()
     calls[0]()
-    for thread in threads:
-        thread.join()  # a tier returns by the deadline that it was given
+    for thread in threads:  # a tier returns by the deadline that it was given; one that does not is left
+        thread.join(time_left(deadline) + _GRACE_S)
+
+
+def _contained(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - root of a thread: its items stay as not ended
+        _LOG.error("a read in a thread of its own ended by %s: %s", type(error).__name__, str(error))
+        drop_frames(error)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvferry.core.errors import KVFerryError
+from kvferry.core.errors import KVFerryError, TierError
+from kvferry.core.interrupts import from_signal_handler
 from kvferry.core.keys import BlockKey
 from kvferry.core.values import require_number, require_whole
 from kvferry.store.breaker import Breaker
+from kvferry.store.hands import UNKNOWN, drop_frames, trace_of
 from kvferry.store.policies import (
     AdmissionPolicy,
     AlwaysAdmit,
@@ -40,6 +42,8 @@ __all__ = ["Level", "LevelOptions"]
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE_S = 0.5  # a tier that was given less time than this and was late is not to blame
+_NEVER = float("inf")
+_BROKEN = "the tier broke its contract"
 T = TypeVar("T")
 _READ_WORKS = frozenset({ReadOutcome.HIT, ReadOutcome.CORRUPT})
 _WRITE_WORKS = frozenset({WriteOutcome.STORED, WriteOutcome.REFUSED})
@@ -197,16 +201,18 @@ class Level:
 
     def open(self, namespace: TierNamespace) -> None:
         """Tell the tier of a namespace."""
-        self._contained("open", lambda: self.tier.open(namespace), None)
+        self._contained("open", self.tier.open, namespace)
 
-    def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+    def contains(
+        self, namespace: TierNamespace, keys: Sequence[BlockKey], deadline: float = _NEVER
+    ) -> list[bool]:
         """Whether each key can be had from the tier; none while its breaker for reads is open."""
         nothing = [False] * len(keys)
         if not keys or not self.reads.ready:
             return nothing
-        deadline = time.monotonic() + self.options.lookup_timeout_s
-        found = self._contained(
-            "contains", lambda: self.tier.contains(namespace, keys, deadline=deadline), None
+        deadline = min(deadline, time.monotonic() + self.options.lookup_timeout_s)
+        found = self._answers(
+            "contains", bool, len(keys), self.tier.contains, namespace, keys, deadline=deadline
         )
         if found is None:
             self.reads.leave(failures=1, successes=0, reason=f"{self.name} could not tell what it holds")
@@ -236,11 +242,16 @@ class Level:
             return [ReadResult(ReadOutcome.FAILED, "its breaker for reads is open")] * len(blocks)
         started = time.monotonic()
         deadline = min(deadline, started + self.options.read_timeout_s)
-        results = self._contained(
-            "read", lambda: self.tier.read_into(namespace, blocks, deadline=deadline), None
-        )
-        if results is None or len(results) != len(blocks):
-            results = [ReadResult(ReadOutcome.FAILED, "the tier broke its contract")] * len(blocks)
+        results: list[ReadResult] | None = None
+        try:
+            results = self._answers(
+                "read", ReadResult, len(blocks), self.tier.read_into, namespace, blocks, deadline=deadline
+            )
+        except BaseException:
+            self.reads.leave(failures=0, successes=0)  # the caller's own exception: nothing was learnt
+            raise
+        if results is None:
+            results = [ReadResult(ReadOutcome.FAILED, _BROKEN, in_flight=UNKNOWN)] * len(blocks)
         for outcome, number in Counter(r.outcome for r in results).items():
             self.count(f"read_{outcome.value}", number)
         failed = [r for r in results if r.outcome is ReadOutcome.FAILED]
@@ -249,17 +260,17 @@ class Level:
         return results
 
     def write(self, namespace: TierNamespace, blocks: Sequence[BlockWrite]) -> list[WriteResult]:
-        """Write blocks; one result a block."""
+        """Write blocks; one result a block, whatever the tier does."""
         if not self.writes.enter():
             self.count("write_skipped", len(blocks))
             return [WriteResult(WriteOutcome.FAILED, "its breaker for writes is open")] * len(blocks)
         started = time.monotonic()
         deadline = started + self.options.write_timeout_s
-        results = self._contained(
-            "write", lambda: self.tier.write(namespace, blocks, deadline=deadline), None
+        results = self._answers(
+            "write", WriteResult, len(blocks), self.tier.write, namespace, blocks, deadline=deadline
         )
-        if results is None or len(results) != len(blocks):
-            results = [WriteResult(WriteOutcome.FAILED, "the tier broke its contract")] * len(blocks)
+        if results is None:
+            results = [WriteResult(WriteOutcome.FAILED, _BROKEN, UNKNOWN)] * len(blocks)
         for outcome, number in Counter(r.outcome for r in results).items():
             self.count(f"write_{outcome.value}", number)
         failed = [r for r in results if r.outcome is WriteOutcome.FAILED]
@@ -270,7 +281,7 @@ class Level:
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
         """Forget blocks; asked also while a breaker is open, since a removed block must not come back."""
         deadline = time.monotonic() + self.options.write_timeout_s
-        found = self._contained("remove", lambda: self.tier.remove(namespace, keys, deadline=deadline), None)
+        found = self._answers("remove", bool, len(keys), self.tier.remove, namespace, keys, deadline=deadline)
         if found is None:
             with self._lock:
                 self._undead.update((namespace.namespace_id, key) for key in keys)
@@ -281,7 +292,7 @@ class Level:
 
     def forget(self, namespace: TierNamespace) -> None:
         """All of a namespace is being removed, also what :meth:`entries` does not name."""
-        self._contained("forget", lambda: self.tier.forget(namespace), None)
+        self._contained("forget", self.tier.forget, namespace)
 
     def entries(self, namespace: TierNamespace) -> list[BlockKey]:
         """Keys of all blocks that the tier knows of in one namespace, which are about to be removed.
@@ -294,7 +305,7 @@ class Level:
             found: Iterator[TierEntry] = self.tier.scan()
             return [e.key for e in found if (e.tenant, e.namespace_id) == wanted]
 
-        found = self._contained("scan", scan, None)
+        found = self._contained("scan", scan)
         with self._lock:
             if found is None:
                 self._unnamed[namespace.namespace_id] = set()
@@ -305,41 +316,65 @@ class Level:
     def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], until: float) -> list[bool]:
         """Keep held blocks from eviction; whether each is kept."""
         nothing = [False] * len(keys)
-        found = self._contained("pin", lambda: self.tier.pin(namespace, keys, until=until), None)
+        found = self._answers("pin", bool, len(keys), self.tier.pin, namespace, keys, until=until)
         return nothing if found is None else found
 
     def unpin(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
         """End :meth:`pin` early."""
-        self._contained("unpin", lambda: self.tier.unpin(namespace, keys), None)
+        self._contained("unpin", self.tier.unpin, namespace, keys)
 
     def usage(self) -> TierUsage:
         """What the tier holds and how it goes."""
-        return self._contained("usage", self.tier.usage, None) or TierUsage(healthy=False)
+        found = self._contained("usage", self.tier.usage)
+        return found if isinstance(found, TierUsage) else TierUsage(healthy=False)
 
     def flush(self, deadline: float) -> bool:
         """Make durable what was stored; ``False`` if not."""
-        return bool(self._contained("flush", lambda: self.tier.flush(deadline=deadline), None))
+        return bool(self._contained("flush", self.tier.flush, deadline=deadline))
 
     def close(self) -> None:
         """Close the tier."""
-        self._contained("close", self.tier.close, None)
+        self._contained("close", self.tier.close)
 
     # ---- faults --------------------------------------------------------------------------------------
 
-    def _contained(self, verb: str, call: Callable[[], T], on_fault: T | None) -> T | None:
-        """Run ``call``; an exception, which is against the contract, is counted and said once."""
+    def _contained(self, verb: str, call: Callable[..., T], *args: object, **kwargs: object) -> T | None:
+        """Make ``call``; an exception of the tier's, which is against its contract, is counted and said once.
+
+        What a signal handler raised, or what is no ``Exception``, is the caller's and goes on to it. No
+        closures: the frames of an exception that somebody keeps can be cleared, but not what they close over.
+        """
         try:
-            return call()
-        except Exception as error:  # noqa: BLE001 - a plug-in's fault must not fail the store's caller
-            self.count("faults", 1)
-            if not self._told:
-                self._told = True
-                _LOG.error(
-                    "tier %s raised in %s, against its contract; further ones are only counted: %s: %s",
-                    self.name, verb, type(error).__name__, error,
-                    exc_info=not isinstance(error, KVFerryError | OSError),
-                )  # fmt: skip
-            return on_fault
+            return call(*args, **kwargs)
+        except BaseException as error:
+            # in a thread of ours nobody but the tier can have raised it, SystemExit included
+            if not threading.current_thread().name.startswith("kvferry-") and from_signal_handler(error):
+                raise
+            self._fault(verb, error)
+            return None
+
+    def _answers(
+        self,
+        verb: str,
+        kind: type[T],
+        count: int,
+        call: Callable[..., list[T]],
+        *args: object,
+        **kwargs: float,
+    ) -> list[T] | None:
+        """As :meth:`_contained`, for a verb that gives ``count`` answers of a kind."""
+        return self._contained(verb, _checked, kind, count, call, *args, **kwargs)
+
+    def _fault(self, verb: str, error: BaseException) -> None:
+        self.count("faults", 1)
+        if not self._told:
+            self._told = True
+            trace = "" if isinstance(error, KVFerryError | OSError) else f"\n{trace_of(error)}"
+            _LOG.error(
+                "tier %s raised in %s, against its contract; further ones are only counted: %s: %s%s",
+                self.name, verb, type(error).__name__, str(error), trace,  # a record must not keep its frames
+            )  # fmt: skip
+        drop_frames(error)
 
     @staticmethod
     def _judge(
@@ -348,3 +383,13 @@ class Level:
         if failures and time.monotonic() >= deadline and deadline - started < _PATIENCE_S:
             failures = 0
         breaker.leave(failures=failures, successes=works, reason=reason)
+
+
+def _checked(
+    kind: type[T], count: int, call: Callable[..., list[T]], *args: object, **kwargs: float
+) -> list[T]:
+    found = call(*args, **kwargs)
+    if len(found) != count or (kind is not bool and not all(isinstance(f, kind) for f in found)):
+        kinds = sorted({type(f).__name__ for f in found})
+        raise TierError(f"{count} answers were asked for, it gave {len(found)}: {', '.join(kinds)}")
+    return found

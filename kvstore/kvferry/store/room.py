@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.core.chains import Block
+from kvferry.core.condition import QuietCondition
 from kvferry.core.eviction import Entry
 from kvferry.core.pool import BlockPool
 
@@ -43,7 +44,8 @@ class RoomKeeper:
         self._pool = pool
         self._changed = changed
         self._low, self._high = (share * pool.arena.capacity_nbytes for share in watermarks)
-        self._work = threading.Condition(lock)
+        self._lock = lock
+        self._work = QuietCondition(lock)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvferry-room", daemon=True)
 
@@ -58,14 +60,14 @@ class RoomKeeper:
 
     def close(self) -> None:
         """End the thread; without the lock."""
-        with self._work:
+        with self._lock:
             self._stopping = True
             self._work.notify()
         self._thread.join(10.0)
 
     def _run(self) -> None:
         try:
-            with self._work:
+            with self._lock:
                 while not self._stopping:
                     if self._pool.arena.used_nbytes > self._high:
                         self._lower()

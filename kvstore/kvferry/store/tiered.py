@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
+from kvferry.core.clock import checked_deadline
 from kvferry.core.errors import ConfigError, KVFerryError, StoreError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import BlockKey
@@ -143,7 +144,8 @@ class TieredStore(MemoryStore):
             ``False`` at the deadline, or if blocks were lost to a slower tier since the last call: dropped
             at a full queue, refused for want of room, or because the tier failed.
         """
-        with self._cond:
+        deadline = checked_deadline(deadline)
+        with self._lock:
             self._require_open()
             if not self._down.drain(deadline):
                 return False
@@ -173,7 +175,7 @@ class TieredStore(MemoryStore):
 
     def close(self) -> None:
         """Write what is on its way down, within ``close_s``; end all leases, threads and tiers."""
-        with self._cond:
+        with self._lock:
             if self._closing:
                 return
             self._closing = True
@@ -212,54 +214,57 @@ class TieredStore(MemoryStore):
     def _lookup(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Hit:
         if not self.levels:
             return super()._lookup(namespace, keys)
-        with self._cond:
+        with self._lock:
             self._require_open()
             index = self._pool.indexes.get(namespace.namespace_id)
             stored = {} if index is None else index.entries
             tiers = [DRAM if key in stored else None for key in keys]
         if None in tiers:
             names = self._locate_missing(
-                namespace, [k for k, t in zip(keys, tiers, strict=True) if t is None]
+                namespace,
+                [k for k, t in zip(keys, tiers, strict=True) if t is None],
+                self._lookup_deadline(),
             )
             if names:
                 tiers = [
                     t or (names[k].name if k in names else None) for k, t in zip(keys, tiers, strict=True)
                 ]
         hit = Hit(tuple(tiers))
-        with self._cond:
+        with self._lock:
             self._count_lookup(hit)
         return hit
 
-    def _locate(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> dict[BlockKey, Level]:
-        """The fastest slower tier of each key that is not in memory; without the lock."""
-        return self._locate_missing(namespace, self._not_in_memory(namespace, keys))
+    def _lookup_deadline(self) -> float:
+        """Of a lookup in all tiers together, where the caller gave none."""
+        return time.monotonic() + max((level.options.lookup_timeout_s for level in self.levels), default=0.0)
 
     def _not_in_memory(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> list[BlockKey]:
-        with self._cond:
+        with self._lock:
             index = self._pool.indexes.get(namespace.namespace_id)
             stored = {} if index is None else index.entries
             return [key for key in keys if key not in stored]
 
     def _locate_missing(
-        self, namespace: MemoryNamespace, missing: Sequence[BlockKey]
+        self, namespace: MemoryNamespace, missing: Sequence[BlockKey], deadline: float
     ) -> dict[BlockKey, Level]:
+        """The fastest slower tier of each key that is not in memory; without the lock."""
         space, found = self._space(namespace), dict[BlockKey, Level]()
         for level in self.levels:
             if not missing:
                 break
-            held = level.contains(space, missing)
+            held = level.contains(space, missing, deadline)
             found.update((key, level) for key, is_held in zip(missing, held, strict=True) if is_held)
             missing = [key for key, is_held in zip(missing, held, strict=True) if not is_held]
         return found
 
-    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> Below:
+    def _below(self, namespace: MemoryNamespace, keys: Collection[BlockKey], deadline: float) -> Below:
         if not self.levels:
             return NOTHING_BELOW
         missing = self._not_in_memory(namespace, keys)
-        return Below(self._locate_missing(namespace, missing), frozenset(missing))
+        return Below(self._locate_missing(namespace, missing, deadline), frozenset(missing))
 
     def _load(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float) -> SlotReadLease:
-        with self._cond:
+        with self._lock:
             now = self._begin(namespace.session)
             blocks = self._pool.prefix(namespace.namespace_id, keys)
             self._down.used(blocks)
@@ -277,7 +282,7 @@ class TieredStore(MemoryStore):
         """Read blocks into memory in the background; pin them there if so wished."""
         if not keys or not self.levels:
             return
-        with self._cond:
+        with self._lock:
             self._require_open()
             if self._prefetching >= self.options.prefetch_jobs:
                 self._prefetch_dropped += 1
@@ -304,7 +309,7 @@ class TieredStore(MemoryStore):
         except Exception:  # noqa: BLE001 - root of a job: it must not end unseen
             _LOG.exception("prefetch of %d blocks failed", len(keys))
         finally:
-            with self._cond:
+            with self._lock:
                 self._prefetching -= 1
             nbytes, seconds = count * namespace.spec.block_nbytes, time.monotonic() - started
             failed = tuple(range(count, len(keys)))
@@ -316,7 +321,8 @@ class TieredStore(MemoryStore):
         count = super()._pin(namespace, keys, until)
         if count == len(keys) or not self.levels:
             return count
-        where = self._locate(namespace, keys)
+        missing = self._not_in_memory(namespace, keys)
+        where = self._locate_missing(namespace, missing, self._lookup_deadline())
         unkept: list[BlockKey] = []
         for level in self.levels:
             mine = [key for key in keys if where.get(key) is level]
@@ -334,7 +340,7 @@ class TieredStore(MemoryStore):
     def _remove(self, namespace: MemoryNamespace, keys: Sequence[BlockKey] | None) -> int:
         ns = namespace.namespace_id
         keys = None if keys is None else list(dict.fromkeys(keys))
-        with self._cond:
+        with self._lock:
             self._require_open()
             for level in self.levels:
                 level.mask(ns, keys)  # a load that begins now must not bring up what is not removed yet

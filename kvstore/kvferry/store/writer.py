@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvferry.core.chains import Block
+from kvferry.core.condition import QuietCondition
 from kvferry.core.keys import BlockKey
 from kvferry.core.pool import BlockPool
+from kvferry.store.hands import UNKNOWN, drop_frames, lend, over_when, trace_of
 from kvferry.store.level import Level
 from kvferry.store.tier import BlockWrite, TierNamespace, WriteOutcome, WriteResult
 
@@ -21,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 _BATCH_BLOCKS = 32
 _BATCH_NBYTES = 64 << 20
 _LIMBO_PAUSE_S = 0.05
+_RECOVERY_S = 1.0
 _DONE = frozenset({WriteOutcome.STORED, WriteOutcome.PRESENT})
 
 
@@ -34,19 +37,20 @@ class WriteJob:
         cancelled: The block was removed meanwhile.
     """
 
-    __slots__ = ("block", "cancelled", "leaving", "namespace")
+    __slots__ = ("block", "cancelled", "leaving", "namespace", "reference")
 
     def __init__(self, namespace: TierNamespace, block: Block, *, leaving: bool) -> None:
         self.namespace = namespace
         self.block = block
         self.leaving = leaving
         self.cancelled = False
+        self.reference: Callable[[], object] | None = None  # to the source, as it was lent to the tier
 
 
 class _Limbo(NamedTuple):
     """A write that was given up while the tier's hand was still on the block."""
 
-    over: threading.Event
+    over: Callable[[], bool]
     job: WriteJob
 
 
@@ -76,11 +80,12 @@ class TierWriter:
         self.lost_blocks = 0
         self._pool = pool
         self._lock = lock
-        self._work = threading.Condition(lock)
+        self._work = QuietCondition(lock)
         self._changed = changed
         self._queue: deque[WriteJob] = deque()
         self._jobs: dict[tuple[bytes, BlockKey], WriteJob] = {}  # waiting or under way, newest of a key
         self._limbo: list[_Limbo] = []
+        self._busy: list[WriteJob] = []  # in the thread's hands: neither queued nor in limbo
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"kvferry-write-{level.name}", daemon=True)
 
@@ -129,12 +134,21 @@ class TierWriter:
     def cancel(self, namespace_id: bytes, keys: Sequence[BlockKey] | None) -> None:
         """Blocks, or all of a namespace, were removed: not written, or removed again if under way."""
         if keys is None:
-            keys = [key for ns, key in self._jobs if ns == namespace_id]
-        for key in keys:
-            job = self._jobs.get((namespace_id, key))
-            if job is not None and not job.cancelled:
+            jobs = [job for (ns, _), job in self._jobs.items() if ns == namespace_id]
+        else:
+            jobs = [job for key in keys if (job := self._jobs.get((namespace_id, key))) is not None]
+        if self._limbo:  # late writes of the same names, which were to stay until now
+            gone = None if keys is None else set(keys)
+            jobs += [
+                late.job
+                for late in self._limbo
+                if late.job.namespace.namespace_id == namespace_id
+                and (gone is None or late.job.block.key in gone)
+            ]
+        for job in jobs:
+            if not job.cancelled:
                 job.cancelled = True
-                self.level.mask(namespace_id, [key])
+                self.level.mask(namespace_id, [job.block.key])
 
     @property
     def idle(self) -> bool:
@@ -155,26 +169,46 @@ class TierWriter:
     # ---- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 with self._lock:
                     over, batch = self._next()
+                    self._busy = [*over, *batch]
                 if over:
                     self._end_late(over)
                 elif batch:
                     self._write(batch)
                 else:
                     return
-        except Exception:  # noqa: BLE001 - root of a thread: it must not end unseen
-            _LOG.exception("the writer of tier %s has ended; nothing more is written to it", self.level.name)
-            with self._lock:
-                self._stopping = True
-                self._drop_all()
+            except BaseException as error:  # noqa: BLE001 - root of a thread: it goes on, and frees what it holds
+                self._recover(error)
+
+    def _recover(self, error: BaseException) -> None:
+        """After what should not happen: the jobs under way are lost, those that wait are not."""
+        _LOG.error("the writer of tier %s failed, and goes on:\n%s", self.level.name, trace_of(error))
+        drop_frames(error)
+        self.level.count("faults", 1)
+        gone = [job for job in self._busy if job.cancelled]
+        for job in gone:  # it must not come back when nobody hides it any more
+            self.level.remove(job.namespace, [job.block.key])
+        with self._lock:
+            for job in list(self._busy):
+                late = over_when(UNKNOWN, job.reference)
+                self._count_loss(job)
+                if late is None:
+                    self._end(job)
+                else:
+                    self._limbo.append(_Limbo(late, job))
+                    self._stay(job)
+            self._busy = []
+            self._changed()
+            if not self._stopping:
+                self._work.wait(_RECOVERY_S)  # not as fast as it can
 
     def _next(self) -> tuple[list[WriteJob], list[WriteJob]]:
         """Late jobs that the tier let go of, or the next jobs of one namespace; neither at the end."""
         while True:
-            over = [limbo.job for limbo in self._limbo if limbo.over.is_set()]
+            over = [limbo.job for limbo in self._limbo if limbo.over()]
             if over:
                 self._limbo = [limbo for limbo in self._limbo if limbo.job not in over]
                 return over, []
@@ -200,15 +234,7 @@ class TierWriter:
     def _write(self, batch: list[WriteJob]) -> None:
         with self._lock:
             live = [job for job in batch if not job.cancelled]
-            writes = [
-                BlockWrite(
-                    job.block.key,
-                    self._pool.arena.view(job.block.slot),
-                    job.block.parent,
-                    job.block.find_position(),
-                )
-                for job in live
-            ]
+            writes = [self._lent(job) for job in live]
         namespace = batch[0].namespace
         results = self.level.write(namespace, writes) if writes else []
         del writes  # the views
@@ -222,6 +248,11 @@ class TierWriter:
         if gone:
             self._remove_again(gone, outcome)
 
+    def _lent(self, job: WriteJob) -> BlockWrite:
+        block = job.block
+        view, job.reference = lend(self._pool.arena.view(block.slot))
+        return BlockWrite(block.key, view, block.parent, block.find_position())
+
     def _remove_again(self, gone: list[WriteJob], outcome: dict[WriteJob, WriteResult]) -> None:
         """What was removed while it was written: out of the tier, and only then out of sight of nobody."""
         self.level.remove(gone[0].namespace, [job.block.key for job in gone])
@@ -232,31 +263,43 @@ class TierWriter:
 
     def _finish(self, job: WriteJob, result: WriteResult | None) -> None:
         """End a job; ``result`` is ``None`` for one that was never handed to the tier."""
-        block, key = job.block, job.block.key
-        name = (job.namespace.namespace_id, key)
-        if result is not None and result.in_flight is not None and not result.in_flight.is_set():
-            self._limbo.append(_Limbo(result.in_flight, job))
-            if job.leaving:  # nobody should wait for its room any more
-                job.leaving = False
-                self._pool.stay(block)
+        late = None if result is None else over_when(result.in_flight, job.reference)
+        if late is not None:
+            self._busy.remove(job)
+            self._limbo.append(_Limbo(late, job))
+            if job.cancelled and not self._is_newest(job):  # saved again meanwhile: see _keep_late
+                job.cancelled = False
+                self.level.unmask(job.namespace.namespace_id, [job.block.key])
+            self._stay(job)
             self._count_loss(job)
             return
         if result is not None and result.outcome in _DONE and not job.cancelled:
-            block.places |= self.level.bit
-            self.level.written(job.namespace.namespace_id, [key])
+            job.block.places |= self.level.bit
+            self.level.written(job.namespace.namespace_id, [job.block.key])
         elif result is not None and result.outcome not in _DONE:
             self._count_loss(job)
-        self._end(job, name)
+        self._end(job)
+
+    def _stay(self, job: WriteJob) -> None:
+        """The tier's hand stays on the block: nobody should wait for its room any more."""
+        if job.leaving:
+            job.leaving = False
+            self._pool.stay(job.block)
+
+    def _is_newest(self, job: WriteJob) -> bool:
+        return self._jobs.get(_name(job), job) is job
 
     def _count_loss(self, job: WriteJob) -> None:
         if not job.cancelled:
             self.lost_blocks += 1
 
-    def _end(self, job: WriteJob, name: tuple[bytes, BlockKey]) -> None:
+    def _end(self, job: WriteJob) -> None:
+        if job in self._busy:
+            self._busy.remove(job)
         if job.cancelled:
-            self.level.unmask(name[0], [name[1]])
-        if self._jobs.get(name) is job:
-            del self._jobs[name]
+            self.level.unmask(job.namespace.namespace_id, [job.block.key])
+        if self._jobs.get(_name(job)) is job:
+            del self._jobs[_name(job)]
         self.queued_nbytes -= job.block.nbytes
         if job.leaving:
             self._pool.left(job.block)
@@ -269,13 +312,17 @@ class TierWriter:
                 self.level.remove(job.namespace, [job.block.key])
         with self._lock:
             for job in over:
-                self._end(job, (job.namespace.namespace_id, job.block.key))
+                self._end(job)
             self._changed()
 
     def _drop_all(self) -> None:
         for job in self._queue:
             if not job.cancelled:
                 self.drop(1, job.block.nbytes)
-            self._end(job, (job.namespace.namespace_id, job.block.key))
+            self._end(job)
         self._queue.clear()
         self._changed()
+
+
+def _name(job: WriteJob) -> tuple[bytes, BlockKey]:
+    return job.namespace.namespace_id, job.block.key

@@ -12,7 +12,7 @@ def test_who_waits_is_woken_and_nobody_else_is_told() -> None:
         condition.notify_all()
         condition.notify()
         assert condition.wait(0.001) is False
-        assert condition._waiting == 0
+        assert not condition._sleepers
     woken: list[int] = []
     ready = threading.Semaphore(0)
 
@@ -28,10 +28,10 @@ def test_who_waits_is_woken_and_nobody_else_is_told() -> None:
     for _ in threads:
         assert ready.acquire(timeout=30)
     with lock:  # each holds the lock from its release on until it waits
-        assert condition._waiting == 3
+        assert len(condition._sleepers) == 3
         condition.notify()
         condition.notify_all()
     for thread in threads:
         thread.join(30)
     assert sorted(woken) == [0, 1, 2]
-    assert condition._waiting == 0
+    assert not condition._sleepers

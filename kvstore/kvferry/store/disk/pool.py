@@ -96,12 +96,16 @@ class IoPool:
             The batch; :meth:`Batch.cancel` gives what was done by the deadline.
         """
         batch: Batch[T] = Batch(count, work)
-        for _ in range(min(count, len(self._threads))):
-            self._queue.put(batch)  # type: ignore[arg-type]  # the queue does not care what T is
-        if self._closed.is_set():
+        try:
+            for _ in range(min(count, len(self._threads))):
+                self._queue.put(batch)  # type: ignore[arg-type]  # the queue does not care what T is
+            if self._closed.is_set():
+                batch.cancel()
+            if count:
+                batch.settled.wait(time_left(deadline))
+        except BaseException:  # a signal handler raised it: nobody waits for the others any more
             batch.cancel()
-        if count:
-            batch.settled.wait(time_left(deadline))
+            raise
         return batch
 
     def _serve(self) -> None:
@@ -115,6 +119,7 @@ class IoPool:
                     break
             if self._closed.is_set():  # maybe since: nobody may be left who takes it from the queue
                 batch.cancel()
+            del batch  # and with it the buffers that its work refers to
 
     def close(self) -> Sequence[str]:
         """End the threads; returns the names of those that hang in the device and were left behind."""
