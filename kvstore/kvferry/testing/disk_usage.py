@@ -1,11 +1,11 @@
-"""What a folder takes up on disk, counted as ``du`` does."""
+"""What is in a folder of a disk tier, looked at from outside: its size as ``du`` counts it, its blocks."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["disk_usage"]
+__all__ = ["disk_usage", "stored_files"]
 
 
 def disk_usage(folder: Path) -> int:
@@ -18,3 +18,9 @@ def disk_usage(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def stored_files(folder: Path) -> list[Path]:
+    """The files of blocks below ``folder`` but for those in quarantine, sorted; folders may go meanwhile."""
+    paths = (Path(where, name) for where, _, files in os.walk(folder) for name in files)
+    return sorted(p for p in paths if p.suffix == ".safetensors" and ".quarantine" not in p.parts)

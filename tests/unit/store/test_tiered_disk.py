@@ -21,6 +21,7 @@ from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.level import LevelOptions
 from kvferry.store.tiered import TieredStore
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
+from kvferry.testing.disk_usage import stored_files
 from kvferry.testing.fake_tier import FakeTier
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.store_calls import chain, loaded, settle
@@ -32,10 +33,6 @@ MakeStore = Callable[..., TieredStore]
 
 def disk(folder: Path, files: FaultyFiles | None = None) -> DiskTier:
     return DiskTier("disk", DiskOptions((str(folder),), 64 << 20, direct="off", retry_s=0.05), files=files)
-
-
-def block_files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.safetensors"))
 
 
 def test_c053_twenty_blocks_are_hits_after_a_restart(tmp_path: Path) -> None:
@@ -83,7 +80,7 @@ def test_c096_blocks_of_no_bytes_go_through_every_tier(
         assert tier.wait_verified(deadline=deadline_in(10))
         assert not tier.usage().counters.get("corrupt")
         store.close()
-    with safe_open(block_files(tmp_path)[0], "np") as file:
+    with safe_open(stored_files(tmp_path)[0], "np") as file:
         assert list(file.keys()) == ["layers.0.k"] * bool(layers and layers[0].tensors)
 
 
@@ -97,7 +94,7 @@ def test_c050_a_damaged_file_is_a_miss_and_the_rest_is_served(
     save_blocks(ns, keys)
     assert settle(store)
     store.close()
-    path = next(p for p in block_files(tmp_path) if keys[2].hex() in p.name)
+    path = next(p for p in stored_files(tmp_path) if keys[2].hex() in p.name)
     size = path.stat().st_size
     if damage == "gone":
         path.unlink()
@@ -154,7 +151,7 @@ def test_c049_a_disk_that_cannot_be_written_leaves_the_other_tiers_going(
         for number in range(4):
             assert save_blocks(ns, chain(ns, number, 4)) == 4
             store.flush(deadline=deadline_in(10))
-    assert not block_files(tmp_path)
+    assert not stored_files(tmp_path)
     assert [p for p in tmp_path.rglob("*") if "tmp" in p.name and p.is_file()] == []
     for number in range(4):
         assert loaded(ns, chain(ns, number, 4)) == 4
@@ -165,7 +162,7 @@ def test_c049_a_disk_that_cannot_be_written_leaves_the_other_tiers_going(
     def works() -> bool:
         keys = chain(ns, next(numbers), 1)
         save_blocks(ns, keys)
-        return settle(store) and len(block_files(tmp_path)) > 0
+        return settle(store) and len(stored_files(tmp_path)) > 0
 
     wait_until(works)
 

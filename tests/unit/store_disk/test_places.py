@@ -17,6 +17,7 @@ from kvferry.core.errors import ConfigError, TierError
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import wait_until
+from kvferry.testing.disk_usage import stored_files
 from kvferry.testing.tiers_common import SPEC, STORED, chain, opened, outcomes, read, write, write_outcomes
 
 MakeTier = Callable[..., DiskTier]
@@ -34,10 +35,6 @@ NUMBERS = itertools.count(1000)
 def one(tier: DiskTier, namespace: TierNamespace) -> WriteOutcome:
     """Write a block that was never written."""
     return write_outcomes(write(tier, namespace, chain(namespace, next(NUMBERS), 1)))[0]
-
-
-def stored_files(folder: Path) -> set[Path]:
-    return set(folder.rglob("*.safetensors"))
 
 
 # -- apart ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvferry.store.disk.leftovers import Leftovers
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.store.tiered import TieredStore
 from kvferry.testing.blocks import save_blocks, wait_until
-from kvferry.testing.disk_usage import disk_usage
+from kvferry.testing.disk_usage import disk_usage, stored_files
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.tiers_common import (
     HIT,
@@ -32,11 +32,6 @@ from kvferry.testing.tiers_common import (
 )
 
 MakeTier = Callable[..., DiskTier]
-
-
-def stored_files(folder: Path) -> list[str]:
-    """Not by ``rglob``, which fails when a folder goes meanwhile. What is in quarantine ends otherwise."""
-    return [name for _, _, names in os.walk(folder) for name in names if name.endswith(".safetensors")]
 
 
 def take_away(tier: DiskTier, files: FaultyFiles, folder: Path, space: TierNamespace, key: BlockKey) -> Path:
