@@ -69,10 +69,10 @@ class WayDown:
         for writer in self.writers:
             writer.stop()
 
-    def join(self, seconds: float) -> None:
-        """Wait for the threads, each so long."""
+    def join(self, deadline: float) -> None:
+        """Wait for the threads."""
         for writer in self.writers:
-            if not writer.join(time.monotonic() + seconds):
+            if not writer.join(deadline):
                 _LOG.warning("tier %s does not end its last write; its thread is left", writer.level.name)
 
     @property

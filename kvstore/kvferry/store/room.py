@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.core.chains import Block
+from kvferry.core.clock import time_left
 from kvferry.core.condition import QuietCondition
 from kvferry.core.eviction import Entry
 from kvferry.core.pool import BlockPool
@@ -58,12 +59,12 @@ class RoomKeeper:
         if self._pool.arena.used_nbytes > self._high:
             self._work.notify()
 
-    def close(self) -> None:
+    def close(self, deadline: float) -> None:
         """End the thread; without the lock."""
         with self._lock:
             self._stopping = True
             self._work.notify()
-        self._thread.join(10.0)
+        self._thread.join(time_left(deadline))
 
     def _run(self) -> None:
         try:

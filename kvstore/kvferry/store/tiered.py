@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
@@ -22,6 +23,7 @@ from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.room import NOTHING_BELOW, Below
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.store.background import Workers
 from kvferry.store.down import WayDown
 from kvferry.store.fetch import Fetcher
 from kvferry.store.level import Level, LevelOptions
@@ -33,6 +35,7 @@ __all__ = ["StoreOptions", "TieredStore"]
 
 _LOG = logging.getLogger(__name__)
 _REMOVE_BATCH = 1024
+_CLOSE_LAST_S = 1.0
 _COMPLETIONS = 4096
 _DEFAULTS = StoreOptions()
 
@@ -109,7 +112,7 @@ class TieredStore(MemoryStore):
         self.options = options
         self._spaces: dict[bytes, TierNamespace] = {}
         self._completions: deque[Completion] = deque(maxlen=_COMPLETIONS)
-        self._executor: ThreadPoolExecutor | None = None
+        self._workers: Workers | None = None
         self._numbers = itertools.count()
         self._prefetching = 0
         self._prefetch_dropped = 0
@@ -174,7 +177,10 @@ class TieredStore(MemoryStore):
         return replace(found, per_tier=per_tier)
 
     def close(self) -> None:
-        """Write what is on its way down, within ``close_s``; end all leases, threads and tiers."""
+        """Write what is on its way down, within ``close_s``; end all leases, threads and tiers.
+
+        A tier that hangs is left behind, at most a second after that.
+        """
         with self._lock:
             if self._closing:
                 return
@@ -187,15 +193,32 @@ class TieredStore(MemoryStore):
                     self._down.queued_nbytes, self.options.close_s,
                 )  # fmt: skip
             self._down.stop()
-        for level in self.levels:
-            level.flush(max(deadline, time.monotonic() + 1))
-            level.close()  # what still runs in it fails now
+        last = max(deadline, time.monotonic() + _CLOSE_LAST_S)
+        self._end_levels(deadline, last)
         if self._room is not None:
-            self._room.close()
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-        self._down.join(5.0)
+            self._room.close(last)
+        if self._workers is not None and not self._workers.close(last):
+            _LOG.warning("a prefetch hangs in a tier; its thread is left")
+        self._down.join(last)
         super().close()
+
+    def _end_levels(self, deadline: float, last: float) -> None:
+        """Flush and close all tiers side by side: one that hangs must not keep the others."""
+
+        def end(level: Level) -> None:
+            level.flush(deadline)
+            level.close()  # what still runs in it fails now
+
+        threads = [
+            threading.Thread(target=end, args=(level,), name=f"kvferry-close-{level.name}", daemon=True)
+            for level in self.levels
+        ]
+        for thread in threads:
+            thread.start()
+        for thread, level in zip(threads, self.levels, strict=True):
+            thread.join(max(0.0, last - time.monotonic()))
+            if thread.is_alive():
+                _LOG.warning("tier %s does not close; it is left to end by itself", level.name)
 
     # ---- called by namespaces --------------------------------------------------------------------
 
@@ -288,9 +311,9 @@ class TieredStore(MemoryStore):
                 self._prefetch_dropped += 1
                 return
             self._prefetching += 1
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(2, thread_name_prefix="kvferry-prefetch")
-            self._executor.submit(self._prefetch_job, namespace, list(keys), pin_until)
+            if self._workers is None:
+                self._workers = Workers("kvferry-prefetch", 2)
+            self._workers.submit(partial(self._prefetch_job, namespace, list(keys), pin_until))
 
     def _prefetch_job(
         self, namespace: MemoryNamespace, keys: list[BlockKey], pin_until: float | None

@@ -397,3 +397,23 @@ def test_tiers_that_take_their_time_to_answer_a_lookup_have_the_callers(make_sto
         for level in store.levels:
             assert isinstance(level.tier, Slow)
             assert level.tier.until <= until
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_close_over_a_device_that_hangs_is_bounded(make_store: MakeStore, tmp_path: Path, call: Call) -> None:
+    files = FaultyFiles()
+    disk = DiskTier("disk", DiskOptions((str(tmp_path),), 8 << 20, direct="off"), files=files)
+    store = make_store(2, disk, close_s=0.2)
+    ns = store.namespace(SPEC)
+    for number in range(6):
+        save_blocks(ns, chain(ns, number, 1))
+        settle(store)
+    with files.stalling(call) as begun:
+        if call == "preadv":
+            ns.prefetch(chain(ns, 0, 1))
+        else:
+            save_blocks(ns, chain(ns, 9, 1))
+        assert begun.wait(30)
+        started = deadline_in(0)
+        store.close()
+        assert deadline_in(0) - started < 4, "the read and the write have half a minute"

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kvferry.core.clock import deadline_in
+from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import CorruptBlockError, TierError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
@@ -24,7 +24,6 @@ from kvferry.store.disk.state import DiskState
 __all__ = ["Maintenance"]
 
 _IDLE_S: Final = 10.0
-_CLOSE_S: Final = 5.0
 _BATCH: Final = 64
 _BATCH_S: Final = 60.0
 _log = logging.getLogger(__name__)
@@ -75,13 +74,13 @@ class Maintenance:
         with self._wake:
             return self._wake.wait_for(lambda: not self.pending, max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> bool:
+    def close(self, deadline: float) -> bool:
         """End the thread; ``False`` if it hangs in the device and was left behind."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
         if self._thread.is_alive():
-            self._thread.join(_CLOSE_S)
+            self._thread.join(time_left(deadline))
         return not self._thread.is_alive()
 
     def _add(self, pending: list[DiskEntry]) -> None:

@@ -20,6 +20,7 @@ __all__ = ["Batch", "IoPool"]
 T = TypeVar("T")
 
 _CLOSE_S: Final = 5.0
+_LAST_S: Final = 0.25
 _log = logging.getLogger(__name__)
 
 
@@ -28,6 +29,7 @@ class Batch(Generic[T]):
 
     Attributes:
         settled: Set when no item is running and none will be started.
+        wake: Set when nobody should wait for it any more: it is settled, or the pool was closed.
     """
 
     def __init__(self, count: int, work: Callable[[int], T]) -> None:
@@ -37,9 +39,13 @@ class Batch(Generic[T]):
         self._running = 0
         self._count = count  # how many may be started; lowered by cancel
         self._results: list[T | None] = [None] * count
-        self.settled = threading.Event()
+        self.settled, self.wake = threading.Event(), threading.Event()
         if not count:
-            self.settled.set()
+            self._settle()
+
+    def _settle(self) -> None:
+        self.settled.set()
+        self.wake.set()
 
     def step(self) -> bool:
         """Do the next item; returns whether more are left. Called by the pool."""
@@ -60,7 +66,7 @@ class Batch(Generic[T]):
                 self._running -= 1
                 more = self._next < self._count
                 if not more and not self._running:
-                    self.settled.set()
+                    self._settle()
         return more
 
     def cancel(self) -> tuple[list[T | None], range]:
@@ -68,7 +74,7 @@ class Batch(Generic[T]):
         with self._lock:
             self._count = self._next
             if not self._running:
-                self.settled.set()
+                self._settle()
             return list(self._results), range(self._next)
 
 
@@ -83,6 +89,8 @@ class IoPool:
     def __init__(self, name: str, threads: int) -> None:
         self._queue: queue.SimpleQueue[Batch[object] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._waited_for: set[Batch[object]] = set()
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(threads)
         ]
@@ -96,16 +104,22 @@ class IoPool:
             The batch; :meth:`Batch.cancel` gives what was done by the deadline.
         """
         batch: Batch[T] = Batch(count, work)
+        waited_for: Batch[object] = batch  # type: ignore[assignment]  # the queue does not care what T is
         try:
+            with self._lock:
+                self._waited_for.add(waited_for)
             for _ in range(min(count, len(self._threads))):
-                self._queue.put(batch)  # type: ignore[arg-type]  # the queue does not care what T is
+                self._queue.put(waited_for)
             if self._closed.is_set():
                 batch.cancel()
+                batch.wake.set()
             if count:
-                batch.settled.wait(time_left(deadline))
+                batch.wake.wait(time_left(deadline))
         except BaseException:  # a signal handler raised it: nobody waits for the others any more
             batch.cancel()
             raise
+        finally:
+            self._waited_for.discard(waited_for)
         return batch
 
     def _serve(self) -> None:
@@ -121,12 +135,19 @@ class IoPool:
                 batch.cancel()
             del batch  # and with it the buffers that its work refers to
 
-    def close(self) -> Sequence[str]:
-        """End the threads; returns the names of those that hang in the device and were left behind."""
+    def close(self, deadline: float | None = None) -> Sequence[str]:
+        """End the threads and all waits; returns the names of those that hang in the device and are left."""
         self._closed.set()
+        with self._lock:
+            waited_for = list(self._waited_for)
+        for batch in waited_for:
+            batch.cancel()
         for _ in self._threads:
             self._queue.put(None)
-        deadline = deadline_in(_CLOSE_S)
+        deadline = deadline_in(_CLOSE_S) if deadline is None else deadline
+        for batch in waited_for:
+            batch.settled.wait(min(time_left(deadline), _LAST_S))  # what runs normally ends normally
+            batch.wake.set()
         for thread in self._threads:
             thread.join(time_left(deadline))
         return [t.name for t in self._threads if t.is_alive()]

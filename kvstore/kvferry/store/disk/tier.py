@@ -10,7 +10,7 @@ from dataclasses import fields
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from kvferry.core.clock import time_left
+from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import KEY_NBYTES, BlockKey
@@ -392,8 +392,9 @@ class DiskTier(Tier):
         if self._closed:
             return
         self._closed = True
-        hanging = [*self._readers.close(), *self._writers.close()]
-        if not self._maintenance.close():
+        deadline = deadline_in(_CLOSE_S)
+        hanging = [*self._readers.close(deadline), *self._writers.close(deadline)]
+        if not self._maintenance.close(deadline):
             hanging.append("maintain")
         if hanging:
             _log.warning("tier %s: threads hang in the device and are left behind: %s", self.name, hanging)
@@ -441,6 +442,7 @@ def _in_order(
 
 
 _MOST_NOTES = 16
+_CLOSE_S = 5.0
 _SHARE = 8
 _SHARE_NBYTES = 1 << 20
 _READ_COUNTERS = {
