@@ -278,9 +278,11 @@ class Level:
         self._judge(self.writes, len(failed), works, failed[0].reason if failed else "", started, deadline)
         return results
 
-    def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+    def remove(
+        self, namespace: TierNamespace, keys: Sequence[BlockKey], deadline: float = _NEVER
+    ) -> list[bool]:
         """Forget blocks; asked also while a breaker is open, since a removed block must not come back."""
-        deadline = time.monotonic() + self.options.write_timeout_s
+        deadline = min(deadline, time.monotonic() + self.options.write_timeout_s)
         found = self._answers("remove", bool, len(keys), self.tier.remove, namespace, keys, deadline=deadline)
         if found is None:
             with self._lock:

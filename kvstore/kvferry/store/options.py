@@ -24,6 +24,8 @@ class StoreOptions:
         prefetch_jobs: Most prefetches that wait; further ones are dropped and counted.
         prefetch_timeout_s: Longest time of one prefetch.
         close_s: Seconds that ``close`` may take to write what is on its way to slower tiers.
+        remove_s: Seconds that ``remove`` and ``clear`` wait for slower tiers in all. What is not gone by then
+            goes in the background, and nobody sees it meanwhile.
         placement: Where the memory comes from.
     """
 
@@ -32,6 +34,7 @@ class StoreOptions:
     prefetch_jobs: int = 256
     prefetch_timeout_s: float = 60.0
     close_s: float = 10.0
+    remove_s: float = 5.0
     placement: Placement = ANYWHERE
 
     def __post_init__(self) -> None:
@@ -41,6 +44,7 @@ class StoreOptions:
         require_number("prefetch_timeout_s", self.prefetch_timeout_s, above=0)
         require_number("room_wait_s", self.room_wait_s, least=0)
         require_number("close_s", self.close_s, least=0)
+        require_number("remove_s", self.remove_s, least=0)
         if not isinstance(self.placement, Placement):
             raise ConfigError(f"placement is {self.placement!r}, must be a Placement")
 

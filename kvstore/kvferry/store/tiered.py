@@ -30,6 +30,7 @@ from kvferry.store.level import Level, LevelOptions
 from kvferry.store.options import StoreOptions
 from kvferry.store.room import RoomKeeper
 from kvferry.store.tier import Tier, TierNamespace
+from kvferry.store.writer import TierWriter
 
 __all__ = ["StoreOptions", "TieredStore"]
 
@@ -370,24 +371,35 @@ class TieredStore(MemoryStore):
             self._down.cancel(ns, keys)
             self._fetcher.cancel(ns, keys)
             gone = set(self._forget(ns, keys))
+        until = time.monotonic() + self.options.remove_s
         try:
-            gone.update(*(self._remove_from(level, namespace, keys) for level in self.levels))
+            for writer in self._down.writers:
+                gone.update(self._remove_from(writer, namespace, keys, until))
         finally:
             for level in self.levels:
                 level.unmask(ns, keys)
         return len(gone)
 
     def _remove_from(
-        self, level: Level, namespace: MemoryNamespace, keys: Sequence[BlockKey] | None
+        self,
+        writer: TierWriter,
+        namespace: MemoryNamespace,
+        keys: Sequence[BlockKey] | None,
+        until: float,
     ) -> list[BlockKey]:
-        space = self._space(namespace)
+        """Remove from one tier; what is not begun by ``until`` is left to its writer, and hidden."""
+        space, level = self._space(namespace), writer.level
         if keys is None:
             level.forget(space)
         chosen = level.entries(space) if keys is None else keys
         gone: list[BlockKey] = []
         for start in range(0, len(chosen), _REMOVE_BATCH):
+            if time.monotonic() >= until:
+                with self._lock:
+                    writer.remove_later(space, chosen[start:])
+                break
             batch = chosen[start : start + _REMOVE_BATCH]
-            held = level.remove(space, batch)
+            held = level.remove(space, batch, until)
             gone.extend(key for key, was_held in zip(batch, held, strict=True) if was_held)
         return gone
 

@@ -24,6 +24,7 @@ _BATCH_BLOCKS = 32
 _BATCH_NBYTES = 64 << 20
 _LIMBO_PAUSE_S = 0.05
 _RECOVERY_S = 1.0
+_REMOVE_BATCH = 1024
 _DONE = frozenset({WriteOutcome.STORED, WriteOutcome.PRESENT})
 
 
@@ -45,6 +46,13 @@ class WriteJob:
         self.leaving = leaving
         self.cancelled = False
         self.reference: Callable[[], object] | None = None  # to the source, as it was lent to the tier
+
+
+class _Removal(NamedTuple):
+    """Blocks that are to go from the tier, at their place among the writes."""
+
+    namespace: TierNamespace
+    keys: Sequence[BlockKey]
 
 
 class _Limbo(NamedTuple):
@@ -82,7 +90,8 @@ class TierWriter:
         self._lock = lock
         self._work = QuietCondition(lock)
         self._changed = changed
-        self._queue: deque[WriteJob] = deque()
+        self._queue: deque[WriteJob | _Removal] = deque()
+        self._removals = 0  # waiting or under way
         self._jobs: dict[tuple[bytes, BlockKey], WriteJob] = {}  # waiting or under way, newest of a key
         self._limbo: list[_Limbo] = []
         self._busy: list[WriteJob] = []  # in the thread's hands: neither queued nor in limbo
@@ -150,10 +159,19 @@ class TierWriter:
                 job.cancelled = True
                 self.level.mask(namespace_id, [job.block.key])
 
+    def remove_later(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks from the tier after what is queued, and before what will be; hidden until then."""
+        for start in range(0, len(keys), _REMOVE_BATCH):
+            batch = keys[start : start + _REMOVE_BATCH]
+            self.level.mask(namespace.namespace_id, batch)
+            self._queue.append(_Removal(namespace, batch))
+            self._removals += 1
+        self._work.notify()
+
     @property
     def idle(self) -> bool:
         """Whether nothing waits or is under way."""
-        return self.queued_nbytes == 0
+        return self.queued_nbytes == 0 and not self._removals
 
     def stop(self) -> None:
         """Write nothing more; what waits is dropped."""
@@ -174,8 +192,11 @@ class TierWriter:
                 with self._lock:
                     over, batch = self._next()
                     self._busy = [*over, *batch]
+                    removal = self._first_removal() if not over and not batch else None
                 if over:
                     self._end_late(over)
+                elif removal is not None:
+                    self._remove(removal)
                 elif batch:
                     self._write(batch)
                 else:
@@ -216,17 +237,34 @@ class TierWriter:
                 self._drop_all()
                 return [], []
             if self._queue:
-                return [], self._batch()
+                return [], self._batch()  # empty if a removal comes first
             self._work.wait(_LIMBO_PAUSE_S if self._limbo else 3600.0)
+
+    def _first_removal(self) -> _Removal | None:
+        first = self._queue[0] if self._queue else None
+        if isinstance(first, _Removal):
+            self._queue.popleft()
+            return first
+        return None
+
+    def _remove(self, removal: _Removal) -> None:
+        try:
+            self.level.remove(removal.namespace, removal.keys)
+        finally:
+            with self._lock:
+                self.level.unmask(removal.namespace.namespace_id, removal.keys)
+                self._removals -= 1
+                self._changed()
 
     def _batch(self) -> list[WriteJob]:
         first = self._queue[0]
         batch: list[WriteJob] = []
         nbytes = 0
         while self._queue and len(batch) < _BATCH_BLOCKS and nbytes < _BATCH_NBYTES:
-            if self._queue[0].namespace != first.namespace:
+            job = self._queue[0]
+            if isinstance(job, _Removal) or job.namespace != first.namespace:
                 break
-            job = self._queue.popleft()
+            self._queue.popleft()
             nbytes += job.block.nbytes
             batch.append(job)
         return batch
@@ -316,11 +354,15 @@ class TierWriter:
             self._changed()
 
     def _drop_all(self) -> None:
+        removals: deque[WriteJob | _Removal] = deque()
         for job in self._queue:
+            if isinstance(job, _Removal):
+                removals.append(job)  # they are done all the same
+                continue
             if not job.cancelled:
                 self.drop(1, job.block.nbytes)
             self._end(job)
-        self._queue.clear()
+        self._queue = removals
         self._changed()
 
 

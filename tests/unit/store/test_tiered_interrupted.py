@@ -18,7 +18,7 @@ from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.level import LevelOptions
 from kvferry.store.policies import OnEvict, WriteBack
 from kvferry.store.tier import BlockRead, BlockWrite, ReadResult, Tier, TierNamespace, WriteResult
-from kvferry.store.tiered import TieredStore
+from kvferry.store.tiered import StoreOptions, TieredStore
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
 from kvferry.testing.fake_tier import FakeTier, Fault
 from kvferry.testing.faulty_files import Call, FaultyFiles
@@ -417,3 +417,39 @@ def test_close_over_a_device_that_hangs_is_bounded(make_store: MakeStore, tmp_pa
         started = deadline_in(0)
         store.close()
         assert deadline_in(0) - started < 4, "the read and the write have half a minute"
+
+
+class SlowToRemove(FakeTier):
+    """Takes all the time that it is given, and keeps what it cannot remove by then."""
+
+    slow = False
+
+    def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
+        if self.slow and not self.gate.wait(max(0.0, deadline_left(deadline))):
+            raise OSError("not by the deadline")
+        return super().remove(namespace, keys, deadline=deadline)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_removal_has_one_bound_and_goes_on_in_the_background(everything: bool) -> None:
+    near, far = SlowToRemove("near"), FakeTier("far")
+    store = TieredStore(8 * N, [near, far], options=StoreOptions(remove_s=0.1))
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 1, 4)
+    save_blocks(ns, keys)
+    assert settle(store)
+    near.slow = True
+    near.gate.clear()
+    started = deadline_in(0)
+    _ = ns.clear() if everything else ns.remove(keys)
+    assert deadline_in(0) - started < 5
+    assert ns.lookup(keys).tiers == (None,) * 4
+    near.gate.set()
+    store.flush(deadline=deadline_in(20))
+    assert not far.held(), "removed in the background"
+    assert ns.lookup(keys).tiers == (None,) * 4
+    assert save_blocks(ns, keys) == 4
+    assert settle(store)
+    assert far.held() == set(keys)
+    assert not store.levels[1]._masked
+    store.close()
