@@ -217,7 +217,11 @@ class Namespace(Protocol):
         ...
 
     def load(self, keys: Sequence[BlockKey], *, deadline: float) -> ReadLease:
-        """Lease the longest stored prefix of ``keys``, which may be shorter than asked, or empty."""
+        """Lease the longest stored prefix of ``keys``, which may be shorter than asked, or empty.
+
+        ``keys`` is a run of a key chain, in order: what is read from a slower tier must have been stored
+        with the key before it as its parent, or it is put away as wrong.
+        """
         ...
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float) -> WriteLease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -34,13 +35,14 @@ _BEGUN = ReadResult(ReadOutcome.FAILED, "its read did not end", in_flight=UNKNOW
 class _Item:
     """One block to read: into which slot, from which tier, and what came of it."""
 
-    __slots__ = ("cancelled", "key", "level", "promote", "reference", "result", "slot")
+    __slots__ = ("cancelled", "key", "level", "parent", "promote", "reference", "result", "slot")
 
     def __init__(self, key: BlockKey, level: Level, slot: Slot, *, promote: bool) -> None:
         self.key = key
         self.level = level
         self.slot = slot
         self.promote = promote
+        self.parent: BlockKey | None = UNKNOWN_PARENT
         self.cancelled = False  # removed meanwhile: it does not stay
         self.result = _NOT_BEGUN
         self.reference: Callable[[], object] | None = None  # to the buffer, as it was lent to the tier
@@ -138,7 +140,9 @@ class Fetcher:
                 until = min(deadline, hopeful_until)
                 plan = self._try_plan(namespace, keys, where, patient=now < deadline, hopeful=now < until)
                 if plan is not None:
+                    above = {} if stay else _parents(plan.order)  # a prefetch may be of any blocks
                     for item in plan.items:
+                        item.parent = above.get(item.key, UNKNOWN_PARENT)
                         policy = item.level.options.promotion
                         item.promote = stay or policy.promote(namespace.namespace_id, item.key)
                         if item.promote:
@@ -347,6 +351,14 @@ class Fetcher:
             self._limbo.append((over, item.slot))
 
 
+def _parents(order: Sequence[BlockKey]) -> dict[BlockKey, BlockKey]:
+    """The key before each where it is named first; none for the first, which may be any of its chain."""
+    above = dict(reversed([(key, parent) for parent, key in itertools.pairwise(order)]))
+    if order:
+        above.pop(order[0], None)
+    return above
+
+
 def _reader(
     store: TieredStore, space: TierNamespace, items: list[_Item], deadline: float
 ) -> Callable[[], None]:
@@ -355,7 +367,7 @@ def _reader(
         for item in items:
             view, item.reference = lend(store.arena.view(item.slot))
             item.result = _BEGUN  # from here on the slot is only free again when the read is known to be over
-            reads.append(BlockRead(item.key, view))
+            reads.append(BlockRead(item.key, view, item.parent))
             del view
         results = items[0].level.read(space, reads, deadline=deadline)
         for item, result in zip(items, results, strict=True):

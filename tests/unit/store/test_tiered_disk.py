@@ -179,3 +179,34 @@ def test_three_tiers_hold_more_than_each(tmp_path: Path, make_store: MakeStore) 
     assert tiers == {DRAM, "disk", "far"}
     for number in range(20):
         assert loaded(ns, chain(ns, number, 2)) == 2
+
+
+def test_a_block_with_a_wrong_parent_in_its_header_is_a_miss(tmp_path: Path) -> None:
+    """After a restart nothing but the chain that is loaded says which parent is right."""
+    tier = disk(tmp_path)
+    store = TieredStore(16 * N, [tier])
+    ns = store.namespace(SPEC)
+    keys, others = chain(ns, 1, 4), chain(ns, 2, 2)
+    save_blocks(ns, keys)
+    save_blocks(ns, others)
+    settle(store)
+    store.close()
+    (path,) = [p for p in stored_files(tmp_path) if p.name.startswith(keys[2].hex())]
+    data = path.read_bytes()
+    assert data.count(keys[1].hex().encode()) == 1
+    path.write_bytes(data.replace(keys[1].hex().encode(), others[0].hex().encode()))
+
+    tier = disk(tmp_path)
+    store = TieredStore(16 * N, [tier])
+    ns = store.namespace(SPEC)
+    ns.prefetch([keys[3], others[1]])  # no chain: nothing is compared
+    wait_until(lambda: ns.lookup([keys[3], others[1]]).tiers == (DRAM, DRAM))
+    assert tier.usage().counters.get("corrupt", 0) == 0
+    with ns.load([keys[0], keys[1], keys[0], keys[1]], deadline=deadline_in(10)) as lease:
+        assert len(lease) == 4  # named twice
+    assert loaded(ns, keys) == 2
+    assert tier.usage().counters["corrupt"] == 1
+    assert ns.lookup(keys).tiers[2] is None
+    assert save_blocks(ns, keys) == 1
+    assert loaded(ns, keys) == 4
+    store.close()
