@@ -9,8 +9,11 @@ import typer
 
 from kvferry.cli.options import ConfigFile, Json, Sets
 from kvferry.cli.output import plain, print_json, print_table, say
+from kvferry.core.errors import KVFerryError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvferry.core.config import Config
     from kvferry.core.diagnosis import Finding, Probe
 
@@ -65,9 +68,28 @@ def _probes(config: Config) -> list[tuple[str, str, Probe]]:
         *device_probes(),
         *host,
         *tier_probes(store.tiers),
-        *(address_probe(option, url, listens=True) for option, url in listens if url is not None),
+        *(_listen_probe(option, url, config) for option, url in listens if url is not None),
         *(address_probe(option, url, listens=False) for option, url in dials),
     ]
+
+
+def _listen_probe(option: str, url: str, config: Config) -> tuple[str, str, Probe]:
+    """A probe of an address to listen on, which the process that has it must accept too."""
+    from kvferry.core.diagnosis import Finding
+    from kvferry.engine.process import require_loopback
+    from kvferry.transports.diagnosis import address_probe
+
+    area, name, probe = address_probe(option, url, listens=True)
+
+    def look() -> Iterable[Finding]:
+        try:
+            require_loopback(url, option, trusted_network=config.wire.trusted_network)
+        except KVFerryError as error:
+            remedy = f"do what it says, or change {option}"
+            return [Finding(area, name, str(error), "fail", "the configuration asks for it", remedy)]
+        return probe()
+
+    return area, name, look
 
 
 def _print(found: list[Finding]) -> None:

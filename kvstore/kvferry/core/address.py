@@ -18,7 +18,9 @@ from urllib.parse import quote, unquote
 from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
 
-__all__ = ["Address", "parse_url"]
+__all__ = ["Address", "parse_url", "same_place"]
+
+_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - recognised here, never a default
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*", re.ASCII)
 _HOST: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,253}[A-Za-z0-9_.])?", re.ASCII)
@@ -197,3 +199,12 @@ def _check_host(text: str, host: str) -> str:
         except ValueError as e:
             raise ConfigError(f"address {text!r}: {host!r} is not an IPv4 address ({e})") from e
     return host
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two addresses cannot both be listened on; port 0 is another one each time."""
+    a, b = parse_url(one, default_port=0), parse_url(other, default_port=0)
+    if a.port is None or b.port is None:
+        return (a.scheme, a.host, a.path) == (b.scheme, b.host, b.path)
+    wildcard = not _WILDCARDS.isdisjoint({a.host, b.host})
+    return a.port == b.port != 0 and (a.host == b.host or wildcard)

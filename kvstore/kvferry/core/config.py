@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from kvferry.core.address import same_place
 from kvferry.core.config_tiers import TierConfig
 from kvferry.core.config_types import Kind, Nbytes, Policy, Seconds, Section, Url
 from kvferry.core.errors import ConfigError
@@ -239,6 +240,18 @@ class DecodeConfig(Section):
         default=None,
         description="Where it takes KV; a free port beside decode.listen if none (unix: its path with .kv).",
     )
+
+    @field_validator("kv_listen")
+    @classmethod
+    def _elsewhere(cls, url: str | None, info: ValidationInfo) -> str | None:
+        listen = info.data.get("listen")  # not there if it is wrong itself
+        if url is not None and listen is not None and same_place(url, listen):
+            raise ConfigError(
+                f"{url} (--kv-listen) is the place where decode.listen (--listen) takes requests already: "
+                "take another port or path for one of the two"
+            )
+        return url
+
     max_running: int = Field(default=16, ge=1, le=4096, description="Requests decoded side by side.")
     max_queue: int = Field(default=64, ge=1, le=65536, description="Requests waiting before one is refused.")
     drain: Seconds = Field(

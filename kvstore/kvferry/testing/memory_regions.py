@@ -18,7 +18,14 @@ import xxhash
 from kvferry.core.buffers import copy_into
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ProtocolError, TransferTimeoutError, TransportError
-from kvferry.transports.region import Access, RegionPart, RegionTransfer, RegionTransport, Window
+from kvferry.transports.region import (
+    Access,
+    RegionPart,
+    RegionTransfer,
+    RegionTransport,
+    Window,
+    check_access,
+)
 
 __all__ = ["MemoryRegions"]
 
@@ -151,6 +158,7 @@ class MemoryRegions(RegionTransport):
 
     def open_window(self, view: memoryview, access: Access) -> Window:
         """See :meth:`RegionTransport.open_window`."""
+        check_access(access)
         if not view.contiguous or (access == "write" and view.readonly):
             raise TransportError(f"a window to {access} needs memory that is contiguous and writable")
         window = _MemoryWindow(view.cast("B"), access)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, cast
 
 import numpy as np
 import pytest
@@ -330,6 +330,9 @@ class RegionSuite(ABC):
                 ends.owner.open_window(memoryview(b"constant"), "write")
             with pytest.raises(KVFerryError):
                 ends.owner.open_window(memoryview(bytearray(100))[::2], "read")
+            for neither in ("rw", "", "READ"):
+                with pytest.raises(KVFerryError):
+                    ends.owner.open_window(memoryview(bytearray(100)), cast("Access", neither))
             self._refused(
                 KVFerryError, lambda: ends.user.read(window.grant, [RegionPart(memoryview(b"constant"), 0)])
             )

@@ -54,6 +54,7 @@ class ChannelPool:
         self._lock = threading.Lock()
         self._idle: list[tuple[float, Channel]] = []
         self._reconnects = 0
+        self._lost = False  # a channel died that none has replaced
         self._request_ids = itertools.count(1)
         self._closed = False
 
@@ -65,7 +66,7 @@ class ChannelPool:
 
     @property
     def reconnects(self) -> int:
-        """How often idle channels had died and a new one took their place."""
+        """How often channels had died, idle or in use, and a new one took their place, however much later."""
         with self._lock:
             return self._reconnects
 
@@ -81,22 +82,25 @@ class ChannelPool:
     def _acquire(self, deadline: float) -> tuple[Channel, bool]:
         """A channel, and whether it was idle before."""
         self.close_idle()
-        lost = False
         while (channel := self._take()) is not None:
             # Nobody sends to an idle channel: what is readable is the end of the stream, or garbage.
             if channel.reusable and not channel.readable():
                 return channel, True
-            channel.abort()
-            lost = True
-        return self._connect(deadline, lost=lost), False
+            self._lose(channel)
+        return self._connect(deadline), False
 
-    def _connect(self, deadline: float, *, lost: bool) -> Channel:
+    def _lose(self, channel: Channel) -> None:
+        channel.abort()
+        with self._lock:
+            self._lost = True
+
+    def _connect(self, deadline: float) -> Channel:
         if self._locate is not None:
             self.address = self._locate()
         channel = Channel.connect(self.address, self._options, deadline)
-        if lost:
-            with self._lock:
-                self._reconnects += 1
+        with self._lock:
+            self._reconnects += self._lost
+            self._lost = False
         return channel
 
     def call(
@@ -118,10 +122,13 @@ class ChannelPool:
             except ConnectionClosedError:
                 if not idle:
                     raise
-                channel.abort()
-                channel = self._connect(deadline, lost=True)
+                self._lose(channel)
+                channel = self._connect(deadline)
                 channel.send(message, payload, deadline=deadline, request_id=request_id)
             reply = channel.expect(reply_type, deadline, request_id=request_id)
+        except ConnectionClosedError:
+            self._lose(channel)
+            raise
         except BaseException:
             self.discard(channel)
             raise
@@ -148,6 +155,9 @@ class ChannelPool:
         channel = self.acquire(deadline)
         try:
             yield channel
+        except ConnectionClosedError:
+            self._lose(channel)
+            raise
         except BaseException:
             self.discard(channel)
             raise

@@ -31,6 +31,7 @@ _TICK_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
 _TELL_TIMEOUT_S = 1.0
 _MAX_REFUSALS_AT_ONCE = 8
+_PUSH_OUT_S = 1.0
 
 
 @dataclass(eq=False)
@@ -41,6 +42,7 @@ class _Served:
     thread: threading.Thread | None = None
     channel: Channel | None = None
     refused: bool = False
+    number: int = 0
 
 
 class ChannelServer:
@@ -151,19 +153,17 @@ class ChannelServer:
 
     def _admit(self, connection: Connection) -> None:
         with self._lock:
-            refused = sum(served.refused for served in self._served)
-            full = len(self._served) - refused >= self._max_connections
-            if full and refused >= _MAX_REFUSALS_AT_ONCE:
-                served = None
-            else:
-                served = _Served(connection, refused=full)
-                self._served.add(served)
-                self._count += 1
+            refused = [served for served in self._served if served.refused]
+            full = len(self._served) - len(refused) >= self._max_connections
         if full:
             self._log_refusal(connection, "overloaded", f"{self._max_connections} connections are open")
-        if served is None:
-            connection.abort()
-            return
+            if len(refused) >= _MAX_REFUSALS_AT_ONCE and not self._push_out(refused):
+                connection.abort()
+                return
+        with self._lock:
+            self._count += 1
+            served = _Served(connection, refused=full, number=self._count)
+            self._served.add(served)
         served.thread = threading.Thread(
             target=self._serve, args=(served,), name=f"kvferry-{self._name}-{self._count}", daemon=True
         )
@@ -172,6 +172,14 @@ class ChannelServer:
         except RuntimeError:  # the process is out of threads
             self._forget(served)
             raise
+
+    def _push_out(self, refused: list[_Served]) -> bool:
+        """End the refusal that has waited longest for a hello: the newest may be somebody who says one."""
+        oldest = min(refused, key=lambda one: one.number)
+        oldest.connection.abort()
+        if oldest.thread is not None:
+            oldest.thread.join(_PUSH_OUT_S)
+        return oldest.thread is None or not oldest.thread.is_alive()
 
     def _close_idle(self) -> None:
         with self._lock:

@@ -50,6 +50,19 @@ def test_what_is_asked_for_and_does_not_work_gives_exit_code_1(
     assert json.loads(capsys.readouterr().out)["ok"] is True
 
 
+def test_what_the_worker_refuses_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    open_to_all = ("--set", "decode.listen=tcp://0.0.0.0:0")
+    assert _run(*open_to_all) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tcp://0.0.0.0:0 (decode.listen) can be reached from other hosts" in text
+    assert _run(*open_to_all, "--set", "wire.trusted_network=true") == 0
+    capsys.readouterr()
+    assert _run("--set", "decode.kv_listen=tcp://127.0.0.1:8430") == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "decode.kv_listen" in error
+    assert "is the place where decode.listen (--listen) takes requests already" in error
+
+
 def test_a_wrong_configuration_is_not_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--set", "decode.lissen=x") == 2
     assert "did you mean listen" in capsys.readouterr().err

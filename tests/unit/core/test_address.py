@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.address import Address, parse_url
+from kvferry.core.address import Address, parse_url, same_place
 from kvferry.core.errors import ConfigError
 
 
@@ -164,3 +164,21 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
     except ConfigError:
         return
     assert parse_url(found.url) == found
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("tcp://127.0.0.1:1", "auto://127.0.0.1:1", True),
+        ("tcp://127.0.0.1:1", "tcp://0.0.0.0:1?lanes=2", True),
+        ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", False),
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", False),
+        ("tcp://127.0.0.1:1", "tcp://127.0.0.2:1", False),
+        ("unix:///a", "unix:///a?rate=1GB/s", True),
+        ("unix:///a", "unix:///b", False),
+        ("unix:///a", "tcp://127.0.0.1:1", False),
+    ],
+)
+def test_places_that_clash(one: str, other: str, same: bool) -> None:
+    assert same_place(one, other) is same
+    assert same_place(other, one) is same

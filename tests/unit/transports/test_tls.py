@@ -403,6 +403,34 @@ def test_handshakes_are_bounded(listener: Listener, monkeypatch: pytest.MonkeyPa
             pass
 
 
+def test_who_has_begun_its_handshake_is_not_pushed_out(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "_MAX_HANDSHAKES", 2)
+    handshakes: dict[int, tls._Handshake] = listener._handshakes  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+
+        def stranger(said: bytes) -> socket.socket:
+            sock = stack.enter_context(socket.create_connection(host_port(listener), timeout=LONG_S))
+            sock.sendall(said)
+            return sock
+
+        first = stranger(b"\x16\x03")
+        until = soon()
+        while not [one for one in list(handshakes.values()) if one.heard]:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        for _ in range(3):
+            last = stranger(b"")
+        with ends(listener):
+            pass
+        first.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            first.recv(1)
+        assert last.recv(1) == b"", "the oldest that said nothing"
+    assert "2 handshakes are under way" in caplog.text
+
+
 # -- streams -------------------------------------------------------------------------------------------
 
 

@@ -358,6 +358,11 @@ def test_descriptors_among_ordinary_bytes_are_closed_and_end_the_connection(url:
         with pytest.raises(ProtocolError, match="attached descriptors where none are due") as caught:
             other.recv_into(views, soon())
         assert caught.value.remote
+        started = time.monotonic()
+        for end in (one, other):
+            with pytest.raises(ConnectionClosedError):
+                end.recv_into([memoryview(bytearray(1))], soon())
+        assert time.monotonic() - started < 5
         assert open_descriptors() <= before
     close_all(fds)
 

@@ -38,6 +38,12 @@ def cut(data: bytearray, rng: random.Random, pieces: int) -> list[memoryview]:
     return [view[a:b] for a, b in zip([0, *borders], [*borders, len(data)], strict=True)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def threads_before() -> set[threading.Thread]:
+    """Those that tests of other modules in this process left."""
+    return set(threading.enumerate())
+
+
 # ---- frames ----------------------------------------------------------------------------------
 
 
@@ -406,5 +412,6 @@ def test_linger_reads_what_still_comes(pair: Any, spawn: Any) -> None:
     pushed.result(10)
 
 
-def test_threads_of_the_tests_are_gone() -> None:
-    assert not [t for t in threading.enumerate() if t.name.startswith("kvferry-")]
+def test_threads_of_the_tests_are_gone(threads_before: set[threading.Thread]) -> None:
+    left = set(threading.enumerate()) - threads_before
+    assert not [t for t in left if t.name.startswith("kvferry-")]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import random
@@ -242,6 +243,16 @@ def test_silent_and_slow_strangers_are_cut_off_in_time(serve: Serve, until: Any)
         assert ended(silent) == ended(short) == b""
     until(lambda: server.connections == 0)
     ping(server.address).close()
+
+
+def test_silent_strangers_do_not_keep_the_refusal_from_who_says_hello(serve: Serve) -> None:
+    server = serve(max_connections=1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(raw(server.address))
+        for _ in range(3):
+            with pytest.raises(OverloadedError, match="test serves 1 connections"):
+                ping(server.address)
 
 
 def test_one_connection_too_many_is_told_to_come_later(serve: Serve, until: Any) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = ["Access", "RegionPart", "RegionTransfer", "RegionTransport", "Window"]
+from kvferry.core.errors import TransportError
+
+__all__ = ["Access", "RegionPart", "RegionTransfer", "RegionTransport", "Window", "check_access"]
 
 Access = Literal["read", "write"]
 """What the holder of a grant may do with the window."""
@@ -29,6 +31,16 @@ class RegionPart:
 
     local: memoryview
     offset: int
+
+
+def check_access(access: str) -> None:
+    """For implementations of :meth:`RegionTransport.open_window`: a grant is for one of the two.
+
+    Raises:
+        TransportError: If ``access`` is neither ``"read"`` nor ``"write"``.
+    """
+    if access not in ("read", "write"):
+        raise TransportError(f'a window is opened to "read" or to "write", not to {access!r}')
 
 
 class Window(ABC):
@@ -92,7 +104,7 @@ class RegionTransport(ABC):
         """Register ``view`` (contiguous; writable for ``"write"``) for one transfer.
 
         Raises:
-            TransportError: If it cannot be registered; with the size and the limit.
+            TransportError: If ``access`` is neither, or it cannot be registered; with the size and the limit.
         """
 
     @abstractmethod

@@ -123,6 +123,7 @@ class _Handshake:
     out: bytes = b""
     done: bool = False
     failed: bool = False
+    heard: bool = False
 
 
 class TlsListener(Listener):
@@ -256,15 +257,23 @@ class TlsListener(Listener):
                 )
                 self._condition.notify_all()
             return
-        if len(self._handshakes) >= _MAX_HANDSHAKES:
-            oldest = next(iter(self._handshakes.values()))
-            self._refused(oldest, "overloaded", f"{_MAX_HANDSHAKES} handshakes are under way")
-            self._drop(oldest)
         sock.setblocking(False)
         session = TlsSession(self._context, server_side=True)
-        until = time.monotonic() + _HANDSHAKE_S
-        self._handshakes[sock.fileno()] = _Handshake(sock, sockaddr, session, until)
-        self._advance(self._handshakes[sock.fileno()])
+        new = _Handshake(sock, sockaddr, session, time.monotonic() + _HANDSHAKE_S)
+        if len(self._handshakes) >= _MAX_HANDSHAKES:
+            one = self._dispensable() or new
+            if not one.failed:
+                self._refused(one, "overloaded", f"{_MAX_HANDSHAKES} handshakes are under way")
+            self._drop(one)
+            if one is new:
+                return
+        self._handshakes[sock.fileno()] = new
+        self._advance(new)
+
+    def _dispensable(self) -> _Handshake | None:
+        """The oldest that is over or has said nothing: who works on its handshake is not pushed out."""
+        under_way = self._handshakes.values()
+        return next((one for one in under_way if one.failed or not one.heard), None)
 
     def _advance(self, handshake: _Handshake) -> None:
         """Go on with what can be done now."""
@@ -308,6 +317,7 @@ class TlsListener(Listener):
         if data == b"":
             session.incoming.write_eof()
         elif data:
+            handshake.heard = True
             session.incoming.write(data)
         if not handshake.done:
             try:
@@ -331,7 +341,8 @@ class TlsListener(Listener):
             self._drop(handshake)
 
     def _drop(self, handshake: _Handshake) -> None:
-        self._handshakes.pop(handshake.sock.fileno(), None)
+        if self._handshakes.get(handshake.sock.fileno()) is handshake:
+            del self._handshakes[handshake.sock.fileno()]
         handshake.sock.close()
 
     def _refused(self, handshake: _Handshake, reason: str, text: str) -> None:

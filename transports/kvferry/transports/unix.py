@@ -281,6 +281,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
             raise ConnectionClosedError(f"{self._name} {who} after {had} of {count} descriptors")
         came = len(self._taken) - had
         if not came == marker[0] == wanted:
+            self.abort()
             raise ProtocolError(
                 f"{self._name}: the peer sent {came} descriptors and says {marker[0]}, {wanted} are due",
                 remote=True,
@@ -301,6 +302,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
 
     def _truncated(self) -> KVFerryError:
         if not self._room:
+            self.abort()  # bytes are lost with them: what comes next would be taken for something else
             return ProtocolError(
                 f"{self._name}: the peer attached descriptors where none are due; they were closed",
                 remote=True,

@@ -91,9 +91,7 @@ class DecodeWorker:
             engine.store, engine.spec, ring=config.stream.ring, codec=self._codec, regions=self._regions
         )
         self._scheduler = DecodeScheduler(engine)
-        self._kv_server = listen(
-            _kv_url(config), "--kv-listen (decode.kv_listen)", config, _ROLE, self._serve_kv, name="decode-kv"
-        )
+        self._kv_server = listen(*_kv_place(config), config, _ROLE, self._serve_kv, name="decode-kv")
         self.kv_address = self._kv_server.address
         try:
             self._server = listen(
@@ -343,11 +341,15 @@ class DecodeWorker:
         channel.send(finished, deadline=deadline_in(SEND_TIMEOUT_S))
 
 
-def _kv_url(config: Config) -> str:
-    """Where KV is taken: as configured, or any free port of the host, or a path beside that, for requests."""
+def _kv_place(config: Config) -> tuple[str, str]:
+    """Where KV is taken, and the option that says so.
+
+    As configured, or any free port of the host, or a path beside that, for requests.
+    """
     if config.decode.kv_listen is not None:
-        return config.decode.kv_listen
+        return config.decode.kv_listen, "--kv-listen (decode.kv_listen)"
     address = parse_url(config.decode.listen)
     if address.path:
         address = replace(address, path=f"{address.path}.kv")
-    return address.url if address.port is None else replace(address, port=0).url
+    url = address.url if address.port is None else replace(address, port=0).url
+    return url, "--listen (decode.listen), for KV"

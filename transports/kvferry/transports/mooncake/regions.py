@@ -17,7 +17,14 @@ from kvferry.core.trusted_peers import TrustedPeers
 from kvferry.transports.mooncake.engine import Engine, EngineSettings, Wire, engine_of
 from kvferry.transports.mooncake.grants import WindowGrant
 from kvferry.transports.mooncake.transfers import MooncakeTransfer
-from kvferry.transports.region import Access, RegionPart, RegionTransfer, RegionTransport, Window
+from kvferry.transports.region import (
+    Access,
+    RegionPart,
+    RegionTransfer,
+    RegionTransport,
+    Window,
+    check_access,
+)
 
 __all__ = ["MooncakeRegions"]
 
@@ -107,6 +114,7 @@ class MooncakeRegions(RegionTransport):
     def open_window(self, view: memoryview, access: Access) -> Window:
         """See :meth:`RegionTransport.open_window`."""
         self._require_open()
+        check_access(access)
         if not view.c_contiguous or not view.nbytes or (access == "write" and view.readonly):
             raise TransportError(
                 f"a window of {view.nbytes} bytes to {access} needs memory that is contiguous"
