@@ -159,7 +159,7 @@ def _parse_host_port(text: str, place: str, *, in_url: bool) -> tuple[str, int |
             raise ConfigError(f"address {text!r}: the closing ']' is missing, write [{host}]:port")
         if rest and not rest.startswith(":"):
             raise ConfigError(f"address {text!r}: {rest!r} after the ']' is not a :port")
-        return _check_ipv6(text, host, in_url=in_url), _parse_port(text, rest[1:]) if rest else None
+        return _check_ipv6(text, host, in_url=True), _parse_port(text, rest[1:]) if rest else None
     if place.count(":") > 1:
         return _check_ipv6(text, place, in_url=in_url), None
     host, colon, port = place.partition(":")

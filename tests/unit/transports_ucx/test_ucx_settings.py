@@ -113,6 +113,13 @@ def test_transports_that_are_not_there(
     assert "warp" not in "".join(capfd.readouterr()), "UCX printed by itself"
 
 
+@pytest.mark.parametrize("asked", ["nope", "lo,nope", "lo:1"])
+def test_a_device_that_does_not_exist_is_refused_by_name(asked: str) -> None:
+    with pytest.raises(ConfigError, match=f"has no device '{asked.removeprefix('lo,')}' here; it has .*lo"):
+        UcxTransport().listen(f"ucx://127.0.0.1:0?net_devices={asked}")
+    UcxTransport().listen("ucx://127.0.0.1:0?net_devices=lo&tls=posix,cma").close()
+
+
 def test_contexts_are_shared() -> None:
     assert get_context(Options()) is get_context(Options(spin_s=0.0))
     assert get_context(Options()) is not get_context(Options((("TLS", "tcp"),)))

@@ -214,6 +214,30 @@ def test_workers_are_given_back(pool: ThreadPoolExecutor, meet: Meet, end: str) 
     assert open_descriptors() <= before
 
 
+class _Failed:
+    """A request that ended as one does whose peer's memory is gone."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def check_error(self) -> None:
+        raise self._error("Input/output error")
+
+
+def test_an_error_of_a_peer_that_is_gone_is_an_end(pool: ThreadPoolExecutor, meet: Meet) -> None:
+    with meet(SHM) as (one, other):
+        move(pool, (one, other))
+        incoming: Any = other
+        lane = incoming._in.lane
+        failed: Any = _Failed(lane._ucx.error)
+        with pytest.raises(TransportError, match="Input/output error") as caught:
+            lane.check(failed, "receiving")
+        assert not isinstance(caught.value, ConnectionClosedError)
+        one.abort()
+        with pytest.raises(ConnectionClosedError, match="ended by the peer while receiving"):
+            lane.check(failed, "receiving")
+
+
 # -- waiting ---------------------------------------------------------------------------------------------
 
 

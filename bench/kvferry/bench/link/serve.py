@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from kvferry.bench.ceilings import COLD_NBYTES
 from kvferry.bench.link.peer import open_servers
+from kvferry.core.address import parse_url
 from kvferry.core.config import Config
-from kvferry.core.errors import ConnectError
+from kvferry.core.errors import ConfigError, ConnectError
 from kvferry.core.units import parse_nbytes
 from kvferry.engine.process import StopSignal, listening, print_ready, require_loopback
 
@@ -16,9 +17,14 @@ def serve_link(url: str, walk: str | None, config: Config) -> None:
     """Serve until a signal; with a bare TCP socket beside it, whose port the other end is told.
 
     Raises:
-        ConfigError: If the address cannot be used, or leads beyond loopback without
+        ConfigError: If the address cannot be used, is of ``auto``, or leads beyond loopback without
             ``wire.trusted_network``.
     """
+    if parse_url(url, default_port=0).scheme == "auto":
+        raise ConfigError(
+            f"--serve {url}: what is measured has to be named, and --address takes no auto; serve tcp, tls, "
+            "unix or ucx"
+        )
     require_loopback(url, "--serve", trusted_network=config.wire.trusted_network)
     stop = StopSignal()
     try:

@@ -86,6 +86,10 @@ class TransportOptions:
         """
         address = str(options.param("address", ""))
         walk = parse_nbytes(options.param("walk", COLD_NBYTES))
+        if address and str(options.param("lanes", "")):
+            raise ConfigError(
+                "--lanes beside --address: the lanes are part of the address, as in tcp://host:port?lanes=4"
+            )
         rate = str(options.param("rate", "100MB/s"))
         parse_rate(rate)
         return cls(

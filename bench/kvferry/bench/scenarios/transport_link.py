@@ -18,6 +18,8 @@ from kvferry.bench.link.requests import Operation
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
 from kvferry.bench.scenarios.transport import TransportOptions
+from kvferry.core.address import parse_url
+from kvferry.transports.lanes import parse_lanes
 
 __all__ = ["link_params", "measure", "run_link"]
 
@@ -68,8 +70,12 @@ class _Variant:
 
     @classmethod
     def of(cls, scheme: str, options: TransportOptions) -> list[_Variant]:
-        """Those of ``scheme`` that are to be measured; a peer on another machine has one."""
-        if options.address or scheme not in ("tcp", "ucx"):
+        """Those of ``scheme`` that are to be measured; a peer on another machine has one, its address's."""
+        if options.address:
+            given = parse_url(options.address, default_port=0).options
+            lanes = parse_lanes(given.get("lanes", "1")) if scheme == "tcp" else 1
+            return [cls(lanes, given.get("tls", "") if scheme == "ucx" else "")]
+        if scheme not in ("tcp", "ucx"):
             return [cls()]
         if scheme == "ucx":
             return [cls(tls=tls) for tls in _UCX_TLS]
@@ -135,11 +141,11 @@ def _movers(series: _Series, nbytes: int, stack: contextlib.ExitStack) -> dict[s
         bare = make(nbytes)
         stack.callback(bare.close)
         movers[name] = bare
-    if series.variant.lanes > 1:
+    if series.variant.lanes > 1 and not options.address:
         single = series.link(series.peers.of(series.scheme), nbytes, walk)
         stack.callback(single.close)
         movers["one_lane"] = single
-    if series.variant.tls and "ucxx" in options.alternatives:
+    if series.variant.tls and "ucxx" in options.alternatives and not options.address:
         bare_ucxx = series.peers.ucxx(series.variant.tls, nbytes)
         stack.callback(bare_ucxx.close)
         movers["bare_ucxx"] = bare_ucxx

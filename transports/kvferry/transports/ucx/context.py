@@ -18,6 +18,7 @@ __all__ = ["Context", "Setting", "UcxReport", "effective_settings", "get_context
 
 _log = logging.getLogger(__name__)
 _RESOURCE: Final = re.compile(r"^#\s+resource\b.*\s(\S+)/(\S+)\s*$", re.MULTILINE)
+_PATTERN: Final = re.compile(r"[\^\[*?]")  # UCX takes patterns, and lists of what to leave away
 _REPORTED: Final = ("TLS", "NET_DEVICES", "SHM_DEVICES", *DEFAULTS, "MAX_RNDV_RAILS", "KEEPALIVE_INTERVAL")
 _lock: Final = threading.Lock()
 _contexts: Final[dict[tuple[int, tuple[tuple[str, str], ...]], Context]] = {}
@@ -115,8 +116,28 @@ def _new_context(config: dict[str, str]) -> Context:
             f"This host has: {available or 'nothing it can use'}; UCX's lines in the log say which is wrong"
         ) from error
     found = Context(ucx, config, _resources(handle.info), handle)
+    _check_devices(found)
     _log.debug("UCX %s uses %s", ucx.version, ", ".join("/".join(pair) for pair in found.transports))
     return found
+
+
+def _check_devices(context: Context) -> None:
+    """Refuse names of devices that do not exist, which UCX leaves away with no more than a line in the log.
+
+    Raises:
+        ConfigError: With the name, and those there are.
+    """
+    asked = context.config.get("NET_DEVICES", "all").split(",")
+    plain = [name for name in asked if name != "all" and not _PATTERN.search(name)]
+    known = {device for _, device in context.transports}
+    if any(name not in known for name in plain):
+        known |= {device for _, device in _everything(context.ucx)}
+    for name in plain:
+        if name not in known and not any(device.startswith(f"{name}:") for device in known):
+            raise ConfigError(
+                f"net_devices={','.join(asked)}: UCX {context.ucx.version} has no device {name!r} here; "
+                f"it has {', '.join(sorted(known - {'memory'})) or 'none'}"
+            )
 
 
 def _resources(info: str) -> tuple[tuple[str, str], ...]:
