@@ -43,7 +43,7 @@ def test_a_new_shard_costs_one_folder_and_an_open_one_nothing(make_tier: MakeTie
     files.calls.clear()
     tier.write(namespace, blocks(one_of_each_shard()), deadline=deadline_in(30))
     assert files.calls["make_folder"] <= 256 + 4  # two threads may both make those above
-    assert files.calls["open_folder"] <= 2 * 256 + 8  # found missing once, opened once
+    assert files.calls["open_folder"] <= 2 * 256 + 32  # found missing once, opened once, by either thread
     files.calls.clear()
     more = blocks([BlockKey(bytes([s]) + bytes([s ^ 1]) * 31) for s in range(256)])
     results = tier.write(namespace, more, deadline=deadline_in(30))

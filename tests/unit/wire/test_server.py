@@ -58,6 +58,7 @@ Serve = Callable[..., ChannelServer]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     made: list[ChannelServer] = []
+    before = set(threading.enumerate())  # other tests of this process may have left some
 
     def make(handler: Callable[[Channel], None] = echo, **options: Any) -> ChannelServer:
         url = options.pop("url", "tcp://127.0.0.1:0")
@@ -69,7 +70,7 @@ def serve() -> Iterator[Serve]:
     for server in made:
         server.close()
         server.close()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("kvferry-")]
+    assert not [t.name for t in threading.enumerate() if t not in before and t.name.startswith("kvferry-")]
 
 
 def ping(address: str) -> Channel:
