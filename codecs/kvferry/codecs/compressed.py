@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from typing import ClassVar, Final
 
 import lz4.block
@@ -29,21 +30,21 @@ class _Pieces(ByteStage):
 
     piece_nbytes = _PIECE_NBYTES
 
+    @abstractmethod
     def bound(self, nbytes: int) -> int:
         """The largest compressed size of one piece."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compress(self, piece: memoryview) -> bytes:
         """One piece."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decompress(self, piece: memoryview, nbytes: int) -> bytes:
         """One piece, known to be ``nbytes`` long afterwards.
 
         Raises:
             CorruptBlockError: If it is not.
         """
-        raise NotImplementedError
 
     def max_encoded_nbytes(self, nbytes: int) -> int:
         """See :meth:`ByteStage.max_encoded_nbytes`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar, Final
 
 from kvferry.codecs.base import CodecConfig
@@ -40,13 +41,13 @@ class _Quantised(TensorCodec):
         k, other = (self.bound, self.bound) if self.bound else self.default_bounds
         return k if tensor.name == "k" else other
 
+    @abstractmethod
     def kind(self) -> int:
         """Which code the kernels write."""
-        raise NotImplementedError
 
+    @abstractmethod
     def axis_and_group(self, tensor: TensorSpec) -> tuple[str, int]:
         """Whether groups of ``tensor`` run over a token or a channel, and their length."""
-        raise NotImplementedError
 
     def operation(self, tensor: TensorSpec) -> Operation:
         """See :meth:`TensorCodec.operation`."""
