@@ -6,15 +6,15 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvferry.core.address import Address
-from kvferry.core.errors import ConnectionClosedError, KVFerryError, TransferTimeoutError
+from kvferry.core.errors import KVFerryError
 from kvferry.core.units import parse_rate
 from kvferry.transports import ip
+from kvferry.transports.accepting import next_ready
 from kvferry.transports.auto.connection import wrap
 from kvferry.transports.auto.offers import Ask, Offer
 from kvferry.transports.auto.options import AutoOptions
@@ -29,7 +29,6 @@ from kvferry.transports.sockets import SocketConnection
 __all__ = ["AutoListener"]
 
 _log = logging.getLogger(__name__)
-_MAX_WAIT_S: Final = 3600.0
 _JOIN_S: Final = 5.0
 _MAX_READY: Final = 256
 _PLAIN: Final = Choice("tcp", "the peer dialled the port without asking")
@@ -90,22 +89,9 @@ class AutoListener(Listener):
 
     def accept(self, deadline: float) -> Connection:
         """The next connection; see :meth:`Listener.accept`."""
-        if os.getpid() != self._pid:
-            raise ConnectionClosedError(
-                f"the listener on {self._address} was made by process {self._pid}, which forked this one; "
-                "make a new one here"
-            )
-        with self._changed:
-            while True:
-                if self._closed:
-                    raise ConnectionClosedError(f"the listener on {self._address} was closed")
-                if self._ready:
-                    self._changed.notify_all()
-                    return self._ready.popleft()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TransferTimeoutError(f"nobody connected to {self._address} by the deadline")
-                self._changed.wait(min(left, _MAX_WAIT_S))
+        return next_ready(
+            self._address, self._pid, self._changed, self._ready, lambda: self._closed, deadline
+        )
 
     def close(self) -> None:
         """Stop listening and wake waiting threads; who was not accepted yet is turned away."""

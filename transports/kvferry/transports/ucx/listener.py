@@ -13,9 +13,9 @@ from collections import deque
 from typing import Final
 
 from kvferry.core.address import Address
-from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.core.log import LogLimiter
 from kvferry.transports import ip
+from kvferry.transports.accepting import next_ready
 from kvferry.transports.base import Connection, Listener
 from kvferry.transports.ucx.bootstrap import (
     PREFIX_NBYTES,
@@ -38,7 +38,6 @@ __all__ = ["PREAMBLE_S", "UcxListener"]
 PREAMBLE_S: Final = 5.0
 """How long a peer may take over its preamble."""
 _MAX_WAITING: Final = 256
-_MAX_WAIT_S: Final = 3600.0
 _PAUSE_S: Final = 0.05
 
 _log = logging.getLogger(__name__)
@@ -97,22 +96,9 @@ class UcxListener(Listener):
 
     def accept(self, deadline: float) -> Connection:
         """The next connection; see :meth:`Listener.accept`."""
-        if os.getpid() != self._pid:
-            raise ConnectionClosedError(
-                f"the listener on {self._address} was made by process {self._pid}, which forked this one; "
-                "make a new one here"
-            )
-        with self._changed:
-            while True:
-                if self._closed:
-                    raise ConnectionClosedError(f"the listener on {self._address} was closed")
-                if self._ready:
-                    self._changed.notify_all()
-                    return self._ready.popleft()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TransferTimeoutError(f"nobody connected to {self._address} by the deadline")
-                self._changed.wait(min(left, _MAX_WAIT_S))
+        return next_ready(
+            self._address, self._pid, self._changed, self._ready, lambda: self._closed, deadline
+        )
 
     def close(self) -> None:
         """Stop listening and wake waiting threads; who was not accepted yet is turned away."""
