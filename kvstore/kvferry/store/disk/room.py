@@ -7,7 +7,7 @@ from typing import Final
 from kvferry.core.clock import is_past
 from kvferry.store.disk.index import DiskEntry, Reservation
 from kvferry.store.disk.root import Root
-from kvferry.store.disk.state import DiskState, Home
+from kvferry.store.disk.state import DiskState
 from kvferry.store.tier import WriteOutcome, WriteResult
 
 __all__ = ["NOT_YET", "Rooms"]
@@ -23,9 +23,11 @@ class Rooms:
         self._state = state
 
     def make(
-        self, home: Home, root: Root, room: Reservation, deadline: float, *, looks: bool, alone: bool
+        self, nbytes: int, root: Root, room: Reservation, deadline: float, *, looks: bool, alone: bool
     ) -> WriteResult | None:
-        """Take the room, evicting as needed; a result if that cannot be. ``looks`` at the device too.
+        """Take the room of a file of ``nbytes``, evicting as needed; a result if that cannot be.
+
+        ``looks`` at the device too.
 
         Unless it is ``alone``, what other jobs of this thread have taken may be room for it later.
         """
@@ -33,7 +35,7 @@ class Rooms:
         spare: DiskEntry | None = None
         try:
             while True:
-                on_root = self._short(home, root, room, rounds) if looks and not room.claimed else 0
+                on_root = self._short(nbytes, root, room, rounds) if looks and not room.claimed else 0
                 if on_root > 0:
                     victims = index.evict(on_root, root.number)
                     rounds += 1
@@ -48,7 +50,7 @@ class Rooms:
                     room.spare, spare = spare, None
                     return None
                 if spare is None and on_root <= 0:
-                    spare = self._choose_spare(home, root, victims)
+                    spare = self._choose_spare(nbytes, root, victims)
                 self._evict(victims)
                 if is_past(deadline):
                     return WriteResult(WriteOutcome.FAILED, "no room was made by the deadline")
@@ -56,13 +58,13 @@ class Rooms:
             if spare is not None:
                 self._state.put_back(spare)
 
-    def _short(self, home: Home, root: Root, room: Reservation, rounds: int) -> int:
+    def _short(self, nbytes: int, root: Root, room: Reservation, rounds: int) -> int:
         """Bytes that must go on the device before a write, after ``rounds`` of eviction."""
         keep = self._state.options.keep_free_nbytes
         if not keep and rounds >= _MAX_ROUNDS:
             return 0  # some file systems tell late of what was freed: all would go for one block
         if root.has_quota and not rounds:
-            return home.template.file_nbytes
+            return nbytes
         short = root.claim_room(room.left, keep)
         room.claimed = 0 if short else room.left
         return short
@@ -76,14 +78,14 @@ class Rooms:
         return WriteResult(WriteOutcome.REFUSED, f"{what}, and nothing more may be evicted")
 
     @staticmethod
-    def _choose_spare(home: Home, root: Root, victims: list[DiskEntry]) -> DiskEntry | None:
+    def _choose_spare(nbytes: int, root: Root, victims: list[DiskEntry]) -> DiskEntry | None:
         """Take one out of ``victims`` whose file may be written over: as large, in the same directory.
 
         Making and removing files is what costs most when blocks are small, on file systems that must
         find, and journal, an inode and its blocks each time.
         """
         for number, entry in enumerate(victims):
-            if entry.root == root.number and entry.nbytes == home.template.file_nbytes:
+            if entry.root == root.number and entry.nbytes == nbytes:
                 return victims.pop(number)
         return None
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import heapq
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
 
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.store.disk.batches import (
+    READ_COUNTERS, WRITE_COUNTERS, Missing, collect, placed, require_block, share_of,
+)  # fmt: skip
 from kvferry.store.disk.blocks import BlockReader
 from kvferry.store.disk.files import Files, reason_of
 from kvferry.store.disk.header import HeaderTemplate
@@ -22,10 +23,10 @@ from kvferry.store.disk.maintenance import Maintenance
 from kvferry.store.disk.names import tenant_folder
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.places import require_apart
-from kvferry.store.disk.pool import Batch, IoPool
+from kvferry.store.disk.pool import IoPool
 from kvferry.store.disk.probe import PROBE_NBYTES
 from kvferry.store.disk.problems import Problems
-from kvferry.store.disk.reads import LATE, read_blocks
+from kvferry.store.disk.reads import read_blocks
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.scan import FoundBlock
 from kvferry.store.disk.state import DiskState, Home
@@ -48,7 +49,6 @@ from kvferry.store.tier import (
 
 __all__ = ["DiskTier"]
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -242,30 +242,30 @@ class DiskTier(Tier):
         """See :class:`~kvferry.store.tier.Tier`."""
         home = self._home(namespace)
         for block in blocks:
-            _require_block(block.key, block.into, home, writable=True)
+            require_block(block.key, block.into, home, writable=True)
         if self._closed:
             return [ReadResult(ReadOutcome.FAILED, f"tier {self.name} is closed")] * len(blocks)
         held = self._state.index.contains(home.held, [block.key for block in blocks])
         results = [ReadResult(ReadOutcome.MISS)] * len(blocks)
         wanted = [number for number, is_held in enumerate(held) if is_held]
 
-        share = _share(len(wanted), home.template.file_nbytes, self.options.read_threads)
+        share = share_of(len(wanted), home.template.file_nbytes, self.options.read_threads)
 
         def read(number: int) -> list[tuple[ReadResult, DiskEntry | None]]:
             some = [blocks[n] for n in wanted[number * share : (number + 1) * share]]
             return read_blocks(self._state, home, some, deadline)
 
         used: list[DiskEntry] = []
-        done = _collect(self._readers.run(-(-len(wanted) // share), read, deadline))
+        done = collect(self._readers.run(-(-len(wanted) // share), read, deadline))
         for at, found in zip(range(0, len(wanted), share), done, strict=True):
             for n, number in enumerate(wanted[at : at + share]):
-                if isinstance(found, _Missing):
+                if isinstance(found, Missing):
                     results[number] = ReadResult(ReadOutcome.FAILED, found.reason, in_flight=found.in_flight)
                 else:
                     results[number], entry = found[n]
                     used += [entry] if entry is not None else []
         self._state.index.accessed(reversed(used))
-        self._state.count(_READ_COUNTERS[result.outcome] for result in results)
+        self._state.count(READ_COUNTERS[result.outcome] for result in results)
         return results
 
     def write(
@@ -274,7 +274,7 @@ class DiskTier(Tier):
         """See :class:`~kvferry.store.tier.Tier`."""
         home = self._home(namespace)
         for block in blocks:
-            _require_block(block.key, block.data, home)
+            require_block(block.key, block.data, home)
             if block.parent is not None and len(block.parent) != KEY_NBYTES:
                 raise ConfigError(f"a parent has {len(block.parent)} bytes, a key has {KEY_NBYTES}")
         if self._closed:
@@ -283,25 +283,25 @@ class DiskTier(Tier):
         threads, nbytes = self.options.write_threads, home.template.file_nbytes
         # room that a thread has taken cannot be made by another one: in a small tier it takes little at once
         share = min(
-            _share(len(blocks), nbytes, threads), self.options.capacity_nbytes // (8 * threads * nbytes)
+            share_of(len(blocks), nbytes, threads), self.options.capacity_nbytes // (8 * threads * nbytes)
         )
         share = max(1, share)
 
         def write(number: int) -> list[tuple[WriteResult, DiskEntry | None]]:
             return self._writes.write(home, blocks[number * share : (number + 1) * share], deadline)
 
-        blocks = _placed(home, blocks)
+        blocks = placed(home, blocks)
         results: list[WriteResult] = []
         stored: list[DiskEntry] = []
-        for found in _collect(self._writers.run(-(-len(blocks) // share), write, deadline)):
-            if isinstance(found, _Missing):
+        for found in collect(self._writers.run(-(-len(blocks) // share), write, deadline)):
+            if isinstance(found, Missing):
                 missing = WriteResult(WriteOutcome.FAILED, found.reason, found.in_flight)
                 results += [missing] * min(share, len(blocks) - len(results))
             else:
                 results += [result for result, _ in found]
                 stored += [entry for _, entry in found if entry is not None]
         self._state.index.accessed(reversed(stored))  # files were written side by side, in any order
-        self._state.count(_WRITE_COUNTERS[result.outcome] for result in results)
+        self._state.count(WRITE_COUNTERS[result.outcome] for result in results)
         return results
 
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
@@ -416,24 +416,6 @@ class DiskTier(Tier):
         return held
 
 
-def _placed(home: Home, blocks: Sequence[BlockWrite]) -> Sequence[BlockWrite]:
-    """The blocks with positions, also where only those of their parents are known, here or on disk."""
-    if all(block.position >= 0 for block in blocks):
-        return blocks
-    known: dict[BlockKey, int] = {}
-    placed: list[BlockWrite] = []
-    for block in blocks:
-        if block.position < 0 and block.parent is None:
-            block = block._replace(position=0)
-        elif block.position < 0 and block.parent is not None:
-            above = home.held.entries.get(block.parent)
-            position = known.get(block.parent, -1 if above is None else above.position)
-            block = block._replace(position=position + 1 if position >= 0 else -1)
-        known[block.key] = block.position
-        placed.append(block)
-    return placed
-
-
 def _in_order(
     home: NamespaceIndex, found: list[FoundBlock]
 ) -> Iterator[tuple[int, NamespaceIndex, BlockKey, int]]:
@@ -443,54 +425,3 @@ def _in_order(
 
 _MOST_NOTES = 16
 _CLOSE_S = 5.0
-_SHARE = 8
-_SHARE_NBYTES = 1 << 20
-_READ_COUNTERS = {
-    ReadOutcome.HIT: "hits",
-    ReadOutcome.MISS: "misses",
-    ReadOutcome.CORRUPT: "corrupt_reads",
-    ReadOutcome.FAILED: "failed_reads",
-}
-_WRITE_COUNTERS = {
-    WriteOutcome.STORED: "stored",
-    WriteOutcome.PRESENT: "present",
-    WriteOutcome.REFUSED: "refused",
-    WriteOutcome.FAILED: "failed_writes",
-}
-
-
-def _share(count: int, nbytes: int, threads: int) -> int:
-    """How many of ``count`` files of ``nbytes`` a thread takes at once: none is left without work by that."""
-    return max(1, min(_SHARE, _SHARE_NBYTES // nbytes, count // threads))
-
-
-class _Missing(NamedTuple):
-    reason: str
-    in_flight: threading.Event | None
-
-
-def _collect(batch: Batch[T]) -> list[T | _Missing]:
-    """The results of a batch; for an item without one, why."""
-    results, begun = batch.cancel()
-    settled = batch.settled.is_set()
-
-    def missing(number: int) -> _Missing:
-        if number not in begun:
-            return _Missing(LATE, None)
-        if settled:
-            return _Missing("an internal error; see the log", None)
-        return _Missing("not done by the deadline; the device may hang", batch.settled)
-
-    return [missing(n) if result is None else result for n, result in enumerate(results)]
-
-
-def _require_block(key: BlockKey, data: memoryview, home: Home, *, writable: bool = False) -> None:
-    if len(key) != KEY_NBYTES:
-        raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
-    if data.nbytes != home.template.data_nbytes or data.ndim != 1 or data.itemsize != 1:
-        raise ConfigError(
-            f"a buffer of {data.nbytes} bytes, format {data.format!r}; a block of this namespace is a flat "
-            f"view of {home.template.data_nbytes} bytes"
-        )
-    if writable and data.readonly:
-        raise ConfigError("the buffer to read into is read-only")

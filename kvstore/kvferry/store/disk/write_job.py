@@ -21,6 +21,7 @@ class WriteJob:
         room: What was taken for it and not yet given back; of the index too if it ``has_room``.
         looks: Whether the device was looked at for room.
         header: Of its file.
+        nbytes: Of its file.
         name: Of its file.
         temporary: The name that it has first; empty once that was used.
         flags: To open it with.
@@ -34,11 +35,12 @@ class WriteJob:
 
     __slots__ = (
         "addresses", "block", "ended", "entry", "failure", "flags", "folder", "folder_nbytes", "has_room",
-        "header", "looks", "name", "parts", "result", "room", "root", "taken", "temporary",
+        "header", "looks", "name", "nbytes", "parts", "result", "room", "root", "taken", "temporary",
     )  # fmt: skip
 
-    def __init__(self, block: BlockWrite) -> None:
+    def __init__(self, block: BlockWrite, nbytes: int) -> None:
         self.block = block
+        self.nbytes = nbytes
         self.result: WriteResult | None = None
         self.entry: DiskEntry | None = None
         self.root: Root | None = None

@@ -61,7 +61,7 @@ class Writes:
         In steps over all of them: see :func:`~kvferry.store.disk.reads.read_blocks`.
         """
         turns = self._state.index.begin_writes(home.held, [block.key for block in blocks])
-        jobs = [WriteJob(block) for block in blocks]
+        jobs = [WriteJob(block, home.template.file_nbytes) for block in blocks]
         begun = [job for job, turn in zip(jobs, turns, strict=True) if turn is True]
         self._write_begun(home, begun, deadline)
         for job, turn in zip(jobs, turns, strict=True):
@@ -145,7 +145,7 @@ class Writes:
         Returns:
             ``False`` if there is no room but in what other jobs have taken; never if it is ``alone``.
         """
-        state, key, nbytes = self._state, job.block.key, home.template.file_nbytes
+        state, key, nbytes = self._state, job.block.key, job.nbytes
         root = None if is_past(deadline) else self._choose_root(key, nbytes)
         if root is None:
             late = is_past(deadline)
@@ -161,7 +161,7 @@ class Writes:
             job.folder = self._folder(home, key, root)
             may_need_folder = job.folder is None or state.tidies(home.held)
             job.room = Reservation(nbytes + (_NEW_FOLDER_SLACK if may_need_folder else _FOLDER_SLACK))
-            refused = self._rooms.make(home, root, job.room, deadline, looks=job.looks, alone=alone)
+            refused = self._rooms.make(nbytes, root, job.room, deadline, looks=job.looks, alone=alone)
             if refused is NOT_YET:
                 self._settle(job)
                 return False
@@ -360,7 +360,7 @@ class Writes:
                     where = (home.held.tenant, home.held.namespace_id, block.key)
                     job.folder = folder = root.folder(*where, make=room.spend)
                 name, job.temporary = job.temporary or root.temporary_name(block.key), ""
-                fd = self._open(name, root, folder, room, home.template.file_nbytes, job.flags)
+                fd = self._open(name, root, folder, room, job.nbytes, job.flags)
                 return self._fill(fd, name, home, job, root, folder)
             except OSError as error:
                 if job.flags and error.errno in NO_DIRECT:
@@ -392,7 +392,7 @@ class Writes:
 
     def _fill(self, fd: int, name: str, home: Home, job: WriteJob, root: Root, folder: OpenFolder) -> int:
         """Write the file, sync it, and give it its name; returns the bytes that it takes up."""
-        files, sync, nbytes = self._state.files, self._state.options.sync, home.template.file_nbytes
+        files, sync, nbytes = self._state.files, self._state.options.sync, job.nbytes
         named = False
         try:
             try:
@@ -422,7 +422,7 @@ class Writes:
         self, home: Home, job: WriteJob, root: Root, folder: OpenFolder, temporary: str
     ) -> None:
         """Remove a file that failed: under its name already, if there is no temporary one."""
-        block, nbytes, entry = job.block, home.template.file_nbytes, None
+        block, nbytes, entry = job.block, job.nbytes, None
         if not temporary:
             entry = DiskEntry(home.held, block.key, block.parent, nbytes, root.number)
         self._withdraw(temporary or job.name, root, folder, nbytes, entry)
@@ -447,7 +447,7 @@ class Writes:
         if isinstance(error, RootDownError) or (is_gone(error) and state.check_vanished(root)):
             return WriteResult(WriteOutcome.FAILED, f"{root.path}: the directory is down")
         if error.errno in _FULL:
-            root.mark_full(error, home.template.file_nbytes, looked=job.looks)
+            root.mark_full(error, job.nbytes, looked=job.looks)
             root.write_failed(error)
             state.wake()  # to see when it has room again
         elif error.errno in IN_THE_WAY:

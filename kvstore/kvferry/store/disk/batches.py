@@ -1,0 +1,96 @@
+"""What the verbs of a disk tier do with a batch of blocks before it goes to the threads, and after."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.store.disk.pool import Batch
+from kvferry.store.disk.reads import LATE
+from kvferry.store.disk.state import Home
+from kvferry.store.tier import BlockWrite, ReadOutcome, WriteOutcome
+
+__all__ = [
+    "READ_COUNTERS", "WRITE_COUNTERS", "Missing", "collect", "placed", "require_block", "share_of",
+]  # fmt: skip
+
+T = TypeVar("T")
+_SHARE: Final = 8
+_SHARE_NBYTES: Final = 1 << 20
+READ_COUNTERS: Final = {
+    ReadOutcome.HIT: "hits",
+    ReadOutcome.MISS: "misses",
+    ReadOutcome.CORRUPT: "corrupt_reads",
+    ReadOutcome.FAILED: "failed_reads",
+}
+WRITE_COUNTERS: Final = {
+    WriteOutcome.STORED: "stored",
+    WriteOutcome.PRESENT: "present",
+    WriteOutcome.REFUSED: "refused",
+    WriteOutcome.FAILED: "failed_writes",
+}
+
+
+def share_of(count: int, nbytes: int, threads: int) -> int:
+    """How many of ``count`` files of ``nbytes`` a thread takes at once: none is left without work by that."""
+    return max(1, min(_SHARE, _SHARE_NBYTES // nbytes, count // threads))
+
+
+class Missing(NamedTuple):
+    """Why an item of a batch has no result, and when the hand on its buffers is off them."""
+
+    reason: str
+    in_flight: threading.Event | None
+
+
+def collect(batch: Batch[T]) -> list[T | Missing]:
+    """The results of a batch; for an item without one, why."""
+    results, begun = batch.cancel()
+    settled = batch.settled.is_set()
+
+    def missing(number: int) -> Missing:
+        if number not in begun:
+            return Missing(LATE, None)
+        if settled:
+            return Missing("an internal error; see the log", None)
+        return Missing("not done by the deadline; the device may hang", batch.settled)
+
+    return [missing(n) if result is None else result for n, result in enumerate(results)]
+
+
+def placed(home: Home, blocks: Sequence[BlockWrite]) -> Sequence[BlockWrite]:
+    """The blocks with positions, also where only those of their parents are known, here or on disk."""
+    if all(block.position >= 0 for block in blocks):
+        return blocks
+    known: dict[BlockKey, int] = {}
+    found: list[BlockWrite] = []
+    for block in blocks:
+        if block.position < 0 and block.parent is None:
+            block = block._replace(position=0)
+        elif block.position < 0 and block.parent is not None:
+            above = home.held.entries.get(block.parent)
+            position = known.get(block.parent, -1 if above is None else above.position)
+            block = block._replace(position=position + 1 if position >= 0 else -1)
+        known[block.key] = block.position
+        found.append(block)
+    return found
+
+
+def require_block(key: BlockKey, data: memoryview, home: Home, *, writable: bool = False) -> None:
+    """Refuse a key or a buffer that no block of the namespace can have.
+
+    Raises:
+        ConfigError: With what it should be.
+    """
+    if len(key) != KEY_NBYTES:
+        raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
+    if data.nbytes != home.template.data_nbytes or data.ndim != 1 or data.itemsize != 1:
+        raise ConfigError(
+            f"a buffer of {data.nbytes} bytes, format {data.format!r}; a block of this namespace is a flat "
+            f"view of {home.template.data_nbytes} bytes"
+        )
+    if writable and data.readonly:
+        raise ConfigError("the buffer to read into is read-only")
