@@ -19,6 +19,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 CODE := kvstore transports codecs bench tests examples .ci
 ARGS ?=
+# tests of one file stay in one process, files are spread over three: many wait for children, deadlines and disks
+# (one after the other, as for --pdb: make test ARGS="-n 0 ...")
+SPREAD := -n 3 --dist loadfile
 export PYTHON
 # pyright: no notice about newer releases; node comes from a wheel where the machine has none
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -46,7 +49,7 @@ demo: setup-demo
 
 test: setup-dev
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -m "not soak and not real_model" --durations=15 $(ARGS)
+	@$(BIN)/coverage run -m pytest $(SPREAD) -m "not soak and not real_model" --durations=15 $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(if $(strip $(ARGS)),echo "coverage: not judged with ARGS",$(BIN)/python .ci/check_coverage.py 90 kvferry.core kvferry.wire)
 
