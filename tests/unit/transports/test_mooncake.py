@@ -22,6 +22,7 @@ from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import AuthError, ConfigError, ProtocolError, TransportError
 from kvferry.core.trusted_peers import TrustedPeers
+from kvferry.transports.choices import announced_regions
 from kvferry.transports.mooncake import MooncakeRegions, shared_memory, unavailable
 from kvferry.transports.mooncake.aliases import AliasArea
 from kvferry.transports.mooncake.engine import Engine
@@ -239,6 +240,16 @@ def test_grants_of_strangers_are_refused(regions: MooncakeRegions) -> None:
         with pytest.raises(AuthError, match=r"127\.0\.0\.1 is not among the trusted_peers.*10\.0\.0\.1"):
             other.write(window.grant, [_part(10, 0)])
     assert bytes(memory[:10]) == bytes(10)
+
+
+@needs_library
+def test_auto_names_it_while_an_endpoint_is_open(regions: MooncakeRegions) -> None:
+    assert "mooncake" in announced_regions()
+    with closing(MooncakeRegions(trusted_peers=["127.0.0.1"])) as other:
+        regions.close()
+        assert "mooncake" in announced_regions()
+        other.close()
+    assert "mooncake" not in announced_regions()
 
 
 # ---- the rest ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import AuthError, ConfigError, KVFerryError, TransferTimeoutError, TransportError
 from kvferry.core.trusted_peers import TrustedPeers
+from kvferry.transports.choices import announce_region, withdraw_region
 from kvferry.transports.mooncake.engine import Engine, EngineSettings, Wire, engine_of
 from kvferry.transports.mooncake.grants import WindowGrant
 from kvferry.transports.mooncake.transfers import MooncakeTransfer
@@ -62,7 +63,7 @@ class MooncakeRegions(RegionTransport):
 
     All endpoints of a process with the same host, wire and devices share one engine, which runs until the
     process ends. Windows are opened on shared memory only (an arena's, or ``shared_memory``), unless the
-    wire is rdma.
+    wire is rdma. While it is open, ``auto`` tells the peers of this process that it is there.
 
     Args:
         trusted_peers: Hosts, addresses or networks whose grants are accepted; there is no default.
@@ -101,6 +102,7 @@ class MooncakeRegions(RegionTransport):
         self._closed = False
         self._windows: set[_MooncakeWindow] = set()
         self._active: set[MooncakeTransfer] = set()
+        announce_region(self.name)
 
     def __repr__(self) -> str:
         return f"<MooncakeRegions {self._engine.session} over {self._engine.settings.wire}>"
@@ -188,6 +190,7 @@ class MooncakeRegions(RegionTransport):
                 return
             self._closed = True
             windows, active = list(self._windows), list(self._active)
+        withdraw_region(self.name)
         error = TransportError(f"{self!r} was closed")
         for transfer in active:
             transfer.cancel(error)
