@@ -9,13 +9,6 @@
 
 enum { EBP_SAMPLES = 32 };
 
-// Every other group of 32 has an escape, which no processor predicts: where they cost nothing, they are always handled.
-#if defined(KVC_AVX512)
-#define KVC_ESCAPES(mask) 1
-#else
-#define KVC_ESCAPES(mask) (mask)
-#endif
-
 static inline v32 exponents(v32 hi, int dtype) { return dtype == KVC_FP16 ? v_shr3(hi) : hi; }
 
 static inline uint8_t exponent_of(const uint8_t *p, int dtype) {
@@ -106,11 +99,9 @@ static inline __attribute__((always_inline)) int ebp_encode_group(
         escaped &= (1u << valid) - 1;
     }
     p->low += valid;
-    if (KVC_ESCAPES(escaped)) {
-        if (escaped && p->end - p->escape < 32) return KVC_SPACE;
-        if (p->end - p->escape >= 32) v_compress(e, escaped, p->escape);
-        p->escape += __builtin_popcount(escaped);
-    }
+    if (p->end - p->escape >= 32) v_compress(e, escaped, p->escape);
+    else if (escaped) return KVC_SPACE;
+    p->escape += __builtin_popcount(escaped);
     if (fp16) {
         v_pack3(v_and(hi, v_set(7)), p->small);
         p->small += 12;
@@ -175,17 +166,20 @@ static inline __attribute__((always_inline)) int ebp_decode_group(
     v32 e = v_sub(base, k);
     uint32_t escaped = v_equal(k, out);
     if (valid < 32) escaped &= (1u << valid) - 1;
-    if (KVC_ESCAPES(escaped)) {
-        const int number = __builtin_popcount(escaped);
-        if (p->end - p->escape < number) return KVC_CORRUPT;
-        e = v_expand(e, escaped, p->escape, number);
-        p->escape += number;
-    }
+    const int number = __builtin_popcount(escaped);
+    if (p->end - p->escape < number) return KVC_CORRUPT;
+#if defined(KVC_AVX512)
+    e = v_expand(e, escaped, p->escape, number);
+#endif
     if (fp16) {
         e = v_or(v_shl3(e), v_unpack3(p->small));
         p->small += 12;
     }
     v_merge(e, lo, d);
+#if !defined(KVC_AVX512)
+    v_patch(d, escaped, p->escape, fp16 ? 0x83ff : 0x807f, fp16 ? 10 : 7);
+#endif
+    p->escape += number;
     return 0;
 }
 

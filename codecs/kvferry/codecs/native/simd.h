@@ -185,18 +185,26 @@ static inline v32 v_unpack3(const uint8_t *s) {
 }
 #else
 static inline v32 v_unpack3(const uint8_t *s) {
-    uint8_t t[32];
     const uint64_t x = kvc_u64(s), y = kvc_u32(s + 8);
+#if defined(KVC_AVX2)
+    return _mm256_setr_epi64x(
+        (int64_t)unpack3((uint32_t)x), (int64_t)unpack3((uint32_t)(x >> 24)),
+        (int64_t)unpack3((uint32_t)(x >> 48 | y << 16)), (int64_t)unpack3((uint32_t)(y >> 8)));
+#else
+    uint8_t t[32];
     kvc_put64(t, unpack3((uint32_t)x));
     kvc_put64(t + 8, unpack3((uint32_t)(x >> 24)));
     kvc_put64(t + 16, unpack3((uint32_t)(x >> 48 | y << 16)));
     kvc_put64(t + 24, unpack3((uint32_t)(y >> 8)));
     return v_load(t);
+#endif
 }
 #endif
 
 // ---- escapes: the elements that `mask` names, from v to bytes one behind the other and back. 32 bytes at `to` are
-// touched, and `from` has at least as many bytes as the mask has bits.
+// touched, `from` has at least as many bytes as the mask has bits. Every other group has one, which no processor
+// predicts: where no instruction does it, the first two are moved without a branch.
+enum { KVC_BRANCHLESS = 2 };
 #if defined(KVC_AVX512)
 static inline void v_compress(v32 v, uint32_t mask, uint8_t *to) { v_store(to, _mm256_maskz_compress_epi8(mask, v)); }
 static inline v32 v_expand(v32 v, uint32_t mask, const uint8_t *from, int number) {
@@ -206,14 +214,26 @@ static inline v32 v_expand(v32 v, uint32_t mask, const uint8_t *from, int number
 static inline void v_compress(v32 v, uint32_t mask, uint8_t *to) {
     uint8_t t[32];
     v_store(t, v);
+    for (int k = 0; k < KVC_BRANCHLESS; k++, mask &= mask - 1) {
+        *to = t[__builtin_ctz(mask | 1u << 31)];
+        to += mask != 0;
+    }
     for (; mask; mask &= mask - 1) *to++ = t[__builtin_ctz(mask)];
 }
-static inline v32 v_expand(v32 v, uint32_t mask, const uint8_t *from, int number) {
-    uint8_t t[32];
-    (void)number;
-    v_store(t, v);
-    for (; mask; mask &= mask - 1) t[__builtin_ctz(mask)] = *from++;
-    return v_load(t);
+// Into the elements at d, of which `keep` are the bits that are no exponent: a vector that is put together from bytes
+// in memory would wait for all of them.
+static inline void v_patch(uint8_t *d, uint32_t mask, const uint8_t *from, uint16_t keep, int shift) {
+    uint8_t nowhere[2] = {0};
+    for (int k = 0; k < KVC_BRANCHLESS; k++, mask &= mask - 1) {
+        uint8_t *to = mask ? d + 2 * __builtin_ctz(mask) : nowhere;
+        const uint8_t *e = mask ? from : nowhere;
+        kvc_put16(to, (uint16_t)((kvc_u16(to) & keep) | (uint16_t)*e << shift));
+        from += mask != 0;
+    }
+    for (; mask; mask &= mask - 1, from++) {
+        uint8_t *to = d + 2 * __builtin_ctz(mask);
+        kvc_put16(to, (uint16_t)((kvc_u16(to) & keep) | (uint16_t)*from << shift));
+    }
 }
 #endif
 #endif
