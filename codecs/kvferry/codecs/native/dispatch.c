@@ -1,6 +1,7 @@
 // What the library exports, and the choice of the instruction set at the first call.
 #include "copy.h"
 #include "files.h"
+#include "hash.h"
 #include "kvc.h"
 
 #include <stdlib.h>
@@ -96,6 +97,15 @@ KVC_EXPORT int64_t kvc_decode(
 }
 // dst and src do not overlap
 KVC_EXPORT void kvc_copy(uint8_t *dst, const uint8_t *src, size_t nbytes) { copy_past_caches(dst, src, nbytes); }
+
+// XXH3 with 64 bits. A state is kvc_hash_nbytes() bytes of the caller's, used by one thread at a time.
+KVC_EXPORT uint64_t kvc_hash_whole(const uint8_t *data, size_t nbytes) { return hash_whole(data, nbytes, chosen()); }
+KVC_EXPORT size_t kvc_hash_nbytes(void) { return sizeof(kvc_hash); }
+KVC_EXPORT void kvc_hash_begin(kvc_hash *state) { hash_begin(state); }
+KVC_EXPORT void kvc_hash_update(kvc_hash *state, const uint8_t *data, size_t nbytes) {
+    hash_update(state, data, nbytes, chosen());
+}
+KVC_EXPORT uint64_t kvc_hash_end(const kvc_hash *state) { return hash_end(state, chosen()); }
 
 KVC_EXPORT size_t kvc_file_nbytes(void) { return sizeof(kvc_file); }
 KVC_EXPORT size_t kvc_write_files(kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline) {

@@ -15,7 +15,8 @@
 #include "ebp.h"
 #include "split.h"
 #include "quant.h"
+#include "stripes.h"
 
 const kvc_kernels KVC_TABLE = {
-    KVC_NAME, ebp_encode, ebp_decode, split_encode, split_decode, quant_encode, quant_decode,
+    KVC_NAME, ebp_encode, ebp_decode, split_encode, split_decode, quant_encode, quant_decode, hash_stripes,
 };

@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define KVC_ABI 2
+#define KVC_ABI 3
 #define KVC_CORRUPT (-1)
 #define KVC_SPACE (-2)
 #define KVC_OTHER (-3) // a section that the code without native kernels wrote, and only it reads
@@ -43,6 +43,7 @@ typedef struct {
     int64_t (*split_decode)(const kvc_tensor *, const uint8_t *src, size_t nbytes);
     int64_t (*quant_encode)(const kvc_tensor *, int kind, int axis, size_t last, size_t group, uint8_t *dst, size_t capacity);
     int64_t (*quant_decode)(const kvc_tensor *, int kind, size_t last, const uint8_t *src, size_t nbytes);
+    void (*hash_stripes)(uint64_t sums[8], const uint8_t *data, size_t count, size_t *at);
 } kvc_kernels;
 
 static inline uint16_t kvc_u16(const uint8_t *p) { uint16_t v; memcpy(&v, p, 2); return v; }
