@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.buffers import ByteArray
+from kvferry.codecs.kernels import KEEP, Piece, Plan, SumsOfSquares, kernels
 from kvferry.core.spec import DType, LayerSpec, TensorSpec
 
-__all__ = ["SliceError", "as_float32", "slice_errors"]
+__all__ = ["SliceError", "as_float32", "compared", "is_exact", "slice_errors", "sums_of_squares"]
 
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 _STICKS_OUT = 16.0
 _LEAST, _MOST = 1e-24, 1e30  # of sums that float32 holds without loss that matters
+_HALVES = (DType.BFLOAT16, DType.FLOAT16)
+_NOT_COMPARED = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.BOOL)
 _FLOATS = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32, DType.FLOAT64: np.float64}
 
 
@@ -70,59 +73,74 @@ def slice_errors(
     """
     if not layer.nbytes or not len(before):
         return
-    old = np.frombuffer(before, np.uint8).reshape(-1, layer.nbytes)
-    new = np.frombuffer(after, np.uint8).reshape(-1, layer.nbytes)
+    plan = _halves(layer)
+    count = len(before) // layer.nbytes
+    quick = iter(kernels().errors(plan, before, after, count, tokens or 0) if plan.pieces else ())
     for tensor, offset in layer.slots():
-        if not tensor.nbytes:
+        if not tensor.nbytes or tensor.dtype in _NOT_COMPARED:
             continue
-        try:
-            x, y = (as_float32(_some(raw, tensor, offset, tokens), tensor.dtype) for raw in (old, new))
-        except ValueError:
-            continue
-        yield _error(tensor, x.reshape(-1, _channels(tensor)), y.reshape(-1, _channels(tensor)))
+        sums = next(quick) if _is_half(tensor) else None
+        if sums is None or not is_exact(sums):
+            part = _part(tensor, offset)
+            x, y = (compared(data, layer.nbytes, part, tensor.dtype, tokens or 0) for data in (before, after))
+            sums = sums_of_squares(x, y)
+        distance = math.sqrt(sums.square)
+        yield SliceError(tensor, _over(distance, sums.whole), _over(distance, sums.capped), sums.largest)
 
 
-def _some(raw: ByteArray, tensor: TensorSpec, offset: int, tokens: int | None) -> ByteArray:
-    """The bytes of a tensor, or of some of its tokens, of all slices."""
-    whole = raw[:, offset : offset + tensor.nbytes]
-    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-    step = rows // tokens if tokens else 1
-    if step > 1:
-        whole = whole.reshape(len(raw), rows, -1)[:, ::step]
-    return np.ascontiguousarray(whole).reshape(-1)
+def compared(data: memoryview, slice_nbytes: int, part: Piece, dtype: DType, tokens: int) -> Floats:
+    """The values of one tensor of all slices, of some ``tokens`` at least (0: all), a channel a column."""
+    raw = np.frombuffer(data, np.uint8).reshape(-1, slice_nbytes)
+    whole = raw[:, part.offset : part.offset + part.nbytes].reshape(len(raw), part.rows, -1)
+    step = max(1, part.rows // tokens) if tokens else 1
+    return as_float32(np.ascontiguousarray(whole[:, ::step]).reshape(-1), dtype).reshape(-1, part.cols)
 
 
-def _error(tensor: TensorSpec, x: Floats, y: Floats) -> SliceError:
-    """In float32 where that holds the sums of squares, which it does for KV; else slower, in float64."""
+def sums_of_squares(x: Floats, y: Floats) -> SumsOfSquares:
+    """In float32 where that holds the sums of squares, which it does for KV; else slower, in float64.
+
+    Args:
+        x: What was encoded, a channel a column.
+        y: What became of it.
+    """
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         difference = x - y
         square = float(np.dot(difference.reshape(-1), difference.reshape(-1)))
         by_channel = np.einsum("rc,rc->c", x, x).astype(np.float64)
-    whole = float(by_channel.sum())
-    if not (_LEAST < whole < _MOST and (square == 0 or _LEAST < square < _MOST)):
-        return _exact_error(tensor, x, y)
-    largest = max(float(difference.max()), -float(difference.min()))
-    return _of(tensor, math.sqrt(square), by_channel, largest)
-
-
-def _exact_error(tensor: TensorSpec, x: Floats, y: Floats) -> SliceError:
+    sums = _sums(square, by_channel, max(float(difference.max()), -float(difference.min())))
+    if is_exact(sums):
+        return sums
     same = (x == y) | (np.isnan(x) & np.isnan(y))
     with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.where(same, np.float32(0), x - y).astype(np.float64)
+        exact = np.where(same, np.float32(0), x - y).astype(np.float64)
     by_channel = np.square(np.where(np.isfinite(x), x, 0).astype(np.float64)).sum(axis=0)
-    distance = math.sqrt(float(np.square(difference).sum()))
-    return _of(tensor, distance, by_channel, float(np.abs(difference).max()))
+    return _sums(float(np.square(exact).sum()), by_channel, float(np.abs(exact).max()))
 
 
-def _of(
-    tensor: TensorSpec, distance: float, by_channel: npt.NDArray[np.float64], largest: float
-) -> SliceError:
-    whole, capped = float(by_channel.sum()), float(np.minimum(by_channel, _cap(by_channel)).sum())
-    return SliceError(tensor, _over(distance, whole), _over(distance, capped), largest)
+def is_exact(sums: SumsOfSquares) -> bool:
+    """Whether float32 held them."""
+    return _LEAST < sums.whole < _MOST and (sums.square == 0 or _LEAST < sums.square < _MOST)
 
 
-def _channels(tensor: TensorSpec) -> int:
-    return math.prod(tensor.shape[1:]) if len(tensor.shape) > 1 else 1
+@lru_cache(64)
+def _halves(layer: LayerSpec) -> Plan:
+    """The tensors that kernels compare."""
+    found = [_part(t, offset) for t, offset in layer.slots() if t.nbytes and _is_half(t)]
+    return Plan(tuple(found), layer.nbytes)
+
+
+def _is_half(tensor: TensorSpec) -> bool:
+    return tensor.dtype in _HALVES and len(tensor.shape) > 1
+
+
+def _part(tensor: TensorSpec, offset: int) -> Piece:
+    rows, cols = (tensor.shape[0], math.prod(tensor.shape[1:])) if len(tensor.shape) > 1 else (1, 1)
+    return Piece(offset, tensor.nbytes, KEEP, rows, cols, cols, int(tensor.dtype is DType.FLOAT16))
+
+
+def _sums(square: float, by_channel: npt.NDArray[np.float64], largest: float) -> SumsOfSquares:
+    capped = float(np.minimum(by_channel, _cap(by_channel)).sum())
+    return SumsOfSquares(square, float(by_channel.sum()), capped, largest)
 
 
 def _cap(by_channel: npt.NDArray[np.float64]) -> float:

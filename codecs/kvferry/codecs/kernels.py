@@ -26,6 +26,7 @@ __all__ = [
     "Operation",
     "Piece",
     "Plan",
+    "SumsOfSquares",
     "kernels",
     "use_kernels",
 ]
@@ -100,6 +101,22 @@ class Plan:
         return not self.slice_nbytes or any(piece.operation for piece in self.pieces)
 
 
+class SumsOfSquares(NamedTuple):
+    """Of one tensor: what :mod:`kvferry.codecs.error` makes the error of.
+
+    Attributes:
+        square: Of the differences.
+        whole: Of the elements.
+        capped: Of the elements, without what channels that stick out have more than they count for.
+        largest: Largest difference.
+    """
+
+    square: float
+    whole: float
+    capped: float
+    largest: float
+
+
 class Kernels(Protocol):
     """Encode and decode whole layer slices, one section a piece. Thread safe."""
 
@@ -115,6 +132,16 @@ class Kernels(Protocol):
 
         Raises:
             CorruptBlockError: If ``src`` does not hold exactly ``count`` slices.
+        """
+        ...
+
+    def errors(
+        self, plan: Plan, before: memoryview, after: memoryview, count: int, tokens: int
+    ) -> list[SumsOfSquares]:
+        """How far ``count`` decoded slices are from what was encoded, for each piece, all of them tensors.
+
+        At least ``tokens`` tokens of each slice are compared (0: all), spread evenly. In float32: where there
+        are values that are not finite, or too large, so are the sums.
         """
         ...
 

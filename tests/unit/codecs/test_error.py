@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kvferry.codecs.error import as_float32, slice_errors
+from kvferry.codecs.kernels import use_kernels
+from kvferry.codecs.native import native
 from kvferry.core.spec import DType, LayerSpec, TensorSpec
 
 LAYER = LayerSpec((TensorSpec("k", (4, 8), DType.FLOAT32), TensorSpec("v", (4, 8), DType.FLOAT32)))
@@ -75,3 +77,34 @@ def test_all_magnitudes_and_some_tokens(scale: float) -> None:
     assert [e.maximum for e in slice_errors(raw[0], raw[1], layer, 64)] == [0]
     y[1, 128, 3] = np.nan
     assert all(math.isnan(e.relative_l2) for e in slice_errors(raw[0], raw[1], layer, 64))
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+@pytest.mark.parametrize(("heads", "size"), [(3, 64), (1, 7), (2, 24), (1, 1)])
+@pytest.mark.parametrize("tokens", [None, 5])
+def test_native_kernels_find_what_numpy_finds(
+    dtype: DType, heads: int, size: int, tokens: int | None
+) -> None:
+    if native().library is None:
+        pytest.skip("there is no native library")
+    layer = LayerSpec(tuple(TensorSpec(name, (17, heads, size), dtype) for name in ("k", "v")))
+    rng = np.random.default_rng(size)
+    x = rng.standard_normal(2 * layer.data_nbytes // 2).astype(np.float32)
+    x[:: heads * size] *= 50  # a channel that sticks out
+    both = []
+    for values in (x, x + rng.standard_normal(len(x)).astype(np.float32) * np.float32(0.1)):
+        halves = values.astype(np.float16).view(np.uint16)
+        if dtype is DType.BFLOAT16:
+            halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+        slices = np.zeros((2, layer.nbytes), np.uint8)
+        slices[:, : layer.data_nbytes] = halves.view(np.uint8).reshape(2, -1)
+        both.append(slices.reshape(-1).data)
+    found = []
+    for kernels in ("native", "numpy"):
+        with use_kernels(kernels):
+            found.append(list(slice_errors(both[0], both[1], layer, tokens)))
+    for a, b in zip(*found, strict=True):
+        assert a.relative_l2 > 0.001
+        assert (a.relative_l2, a.bounded, a.maximum) == pytest.approx(
+            (b.relative_l2, b.bounded, b.maximum), rel=1e-5
+        )

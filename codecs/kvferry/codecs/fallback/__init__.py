@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvferry.codecs.error import compared, sums_of_squares
 from kvferry.codecs.fallback.ebp import ebp_decode, ebp_encode
 from kvferry.codecs.fallback.quant import quant_decode, quant_encode
 from kvferry.codecs.fallback.split import split_decode, split_encode
 from kvferry.codecs.fallback.view import DAMAGED, TensorView, load_raw, store_raw
-from kvferry.codecs.kernels import EBP, QUANT, SPLIT, Piece, Plan
+from kvferry.codecs.kernels import EBP, QUANT, SPLIT, Piece, Plan, SumsOfSquares
 from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import CorruptBlockError
+from kvferry.core.spec import DType
 
 __all__ = ["NumpyKernels"]
 
@@ -37,6 +39,18 @@ class NumpyKernels:
             at += _decode(_view(data, piece), piece, encoded[at:])
         if at != len(src):
             raise CorruptBlockError(DAMAGED)
+
+    def errors(
+        self, plan: Plan, before: memoryview, after: memoryview, count: int, tokens: int
+    ) -> list[SumsOfSquares]:
+        """See :class:`kvferry.codecs.kernels.Kernels`."""
+        del count
+        found = []
+        for piece in plan.pieces:
+            dtype = DType.FLOAT16 if piece.dtype else DType.BFLOAT16
+            x, y = (compared(data, plan.slice_nbytes, piece, dtype, tokens) for data in (before, after))
+            found.append(sums_of_squares(x, y))
+        return found
 
 
 def _view(data: ByteArray, piece: Piece) -> TensorView:

@@ -95,6 +95,17 @@ KVC_EXPORT int64_t kvc_decode(
     }
     return at == nbytes ? (int64_t)at : KVC_CORRUPT;
 }
+// The error of each piece, a tensor, over `tokens` rows of each slice at least; `work` has room for two numbers a column.
+KVC_EXPORT void kvc_errors(
+    const kvc_piece *pieces, size_t number, const uint8_t *before, const uint8_t *after, size_t count, size_t stride,
+    size_t tokens, float *work, kvc_error *found) {
+    for (size_t i = 0; i < number; i++) {
+        const kvc_piece *p = &pieces[i];
+        const kvc_tensor t = {before + p->offset, count, stride, p->rows, p->cols, p->dtype};
+        const size_t step = tokens && p->rows > tokens ? p->rows / tokens : 1;
+        chosen()->slices_error(&t, after + p->offset, step, work, &found[i]);
+    }
+}
 // dst and src do not overlap
 KVC_EXPORT void kvc_copy(uint8_t *dst, const uint8_t *src, size_t nbytes) { copy_past_caches(dst, src, nbytes); }
 

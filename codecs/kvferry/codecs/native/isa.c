@@ -16,7 +16,8 @@
 #include "split.h"
 #include "quant.h"
 #include "stripes.h"
+#include "error.h"
 
 const kvc_kernels KVC_TABLE = {
-    KVC_NAME, ebp_encode, ebp_decode, split_encode, split_decode, quant_encode, quant_decode, hash_stripes,
+    KVC_NAME, ebp_encode, ebp_decode, split_encode, split_decode, quant_encode, quant_decode, hash_stripes, slices_error,
 };

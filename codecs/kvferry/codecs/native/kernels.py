@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvferry.codecs.kernels import Plan
+from kvferry.codecs.kernels import Plan, SumsOfSquares
 from kvferry.core.errors import CodecError, CorruptBlockError
 
 __all__ = ["NativeKernels"]
@@ -31,6 +31,12 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._encode = library.kvc_encode
         self._decode = library.kvc_decode
+        self._errors = library.kvc_errors
+        self._errors.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p),
+            *(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p),
+        )
+        self._errors.restype = None
         for function in (self._encode, self._decode):
             # addresses and sizes as plain numbers: converting them costs less than objects of their own
             function.argtypes = (
@@ -62,6 +68,19 @@ class NativeKernels:
             NumpyKernels().decode(plan, src, count, dst)
         elif found < 0:
             raise CorruptBlockError("encoded slices cannot be decoded: a section is damaged")
+
+    def errors(
+        self, plan: Plan, before: memoryview, after: memoryview, count: int, tokens: int
+    ) -> list[SumsOfSquares]:
+        """See :class:`kvferry.codecs.kernels.Kernels`."""
+        pieces, number = _pieces(plan)
+        work = np.empty(2 * max(piece.cols for piece in plan.pieces), np.float32)
+        found = np.empty((number, len(SumsOfSquares._fields)), np.float64)
+        self._errors(
+            *(pieces, number, _address(before), _address(after), count, plan.slice_nbytes, tokens),
+            *(work.ctypes.data, found.ctypes.data),
+        )
+        return [SumsOfSquares(*row) for row in found.tolist()]
 
 
 def _pieces(plan: Plan) -> tuple[int, int]:

@@ -35,6 +35,10 @@ typedef struct {
     int dtype;
 } kvc_tensor;
 
+// Sums of squares: of the difference, of the elements, and of these without what sticks out; the largest difference.
+// Mirrored in kernels.py.
+typedef struct { double square, whole, capped, largest; } kvc_error;
+
 typedef struct {
     const char *name;
     int64_t (*ebp_encode)(const kvc_tensor *, int bits, uint8_t *dst, size_t capacity);
@@ -44,6 +48,7 @@ typedef struct {
     int64_t (*quant_encode)(const kvc_tensor *, int kind, int axis, size_t last, size_t group, uint8_t *dst, size_t capacity);
     int64_t (*quant_decode)(const kvc_tensor *, int kind, size_t last, const uint8_t *src, size_t nbytes);
     void (*hash_stripes)(uint64_t sums[8], const uint8_t *data, size_t count, size_t *at);
+    void (*slices_error)(const kvc_tensor *, const uint8_t *after, size_t step, float *work, kvc_error *);
 } kvc_kernels;
 
 static inline uint16_t kvc_u16(const uint8_t *p) { uint16_t v; memcpy(&v, p, 2); return v; }

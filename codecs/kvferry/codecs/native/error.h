@@ -1,0 +1,66 @@
+// How far decoded elements are from what was encoded, over every `step`-th row of each slice. What the bound of a lossy
+// codec is compared with needs the energy of each channel; codecs/error.py says why.
+#include "floats.h"
+
+#include <stdlib.h>
+
+enum { ERROR_STICKS_OUT = 16 };
+
+KVC_INLINE void rows_error(
+    const uint8_t *p, const uint8_t *q, size_t cols, int fp16, float *energy, fx *squares, ux *largest, kvc_error *e) {
+    size_t c = 0;
+    for (; c + LANES <= cols; c += LANES) {
+        const fx x = load_values(p + 2 * c, fp16), d = x - load_values(q + 2 * c, fp16);
+        const ux m = fx_bits(d) & 0x7fffffff;
+        fx sum;
+        memcpy(&sum, energy + c, sizeof sum);
+        sum += x * x;
+        memcpy(energy + c, &sum, sizeof sum);
+        *squares += d * d;
+        *largest = fx_where((ux)((ix)*largest < (ix)m), m, *largest);
+    }
+    for (; c < cols; c++) {
+        const float x = value_of(kvc_u16(p + 2 * c), fp16), d = x - value_of(kvc_u16(q + 2 * c), fp16);
+        energy[c] += x * x;
+        e->square += d * d;
+        e->largest = d > e->largest ? d : -d > e->largest ? -d : e->largest;
+    }
+}
+
+static int by_size(const void *a, const void *b) {
+    const float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+// 16 times the median of the channels that are not zero; what sticks out beyond counts no more.
+static double error_cap(const float *energy, size_t cols, float *live) {
+    size_t n = 0;
+    for (size_t c = 0; c < cols; c++) if (energy[c] > 0) live[n++] = energy[c];
+    qsort(live, n, sizeof *live, by_size);
+    return n ? ERROR_STICKS_OUT * ((double)live[n / 2] + live[(n - 1) / 2]) / 2 : 0;
+}
+
+// `work` has room for two numbers a channel. Values that are not finite, or too large, make sums that are not.
+static void slices_error(const kvc_tensor *t, const uint8_t *after, size_t step, float *work, kvc_error *e) {
+    const size_t nbytes = 2 * t->cols;
+    ux largest = {0};
+    *e = (kvc_error){0, 0, 0, 0};
+    memset(work, 0, t->cols * sizeof *work);
+    for (size_t s = 0; s < t->count; s++) {
+        fx squares = {0};
+        for (size_t r = 0; r < t->rows; r += step) {
+            const uint8_t *p = kvc_slice(t, s) + r * nbytes, *q = after + s * t->stride + r * nbytes;
+            if (t->dtype == KVC_FP16) rows_error(p, q, t->cols, 1, work, &squares, &largest, e);
+            else rows_error(p, q, t->cols, 0, work, &squares, &largest, e);
+        }
+        for (int i = 0; i < LANES; i++) e->square += squares[i];
+    }
+    for (int i = 0; i < LANES; i++) {
+        const double m = f_from(largest[i]);
+        e->largest = m > e->largest ? m : e->largest;
+    }
+    const double cap = error_cap(work, t->cols, work + t->cols);
+    for (size_t c = 0; c < t->cols; c++) {
+        e->whole += work[c];
+        e->capped += work[c] < cap ? work[c] : cap;
+    }
+}
