@@ -3,8 +3,8 @@
 All costs are seconds a byte of KV (before encoding). While encoding, sending and decoding overlap, a pipeline
 that makes KV ``r`` times smaller costs ``max(encode, link / r, decode)``, and KV as it is costs ``link``; on
 one core encoding and sending take turns: ``max(encode + link / r, decode)``. A pipeline therefore pays below
-``min(e, d)`` bytes a second and is of no use above. What was predicted for a pipeline is corrected by what it
-was then seen to cost, since threads, checksums and the other end share cores.
+``min(e, d)`` bytes a second and is of no use above. That is what makes a pipeline worth a trial: what it
+costs in use, where threads, checksums and the other end share cores, is measured, and decides.
 
 Pure: no threads, no I/O; the clock is given.
 """
@@ -12,101 +12,55 @@ Pure: no threads, no I/O; the clock is given.
 from __future__ import annotations
 
 import math
-import statistics
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvferry.codecs.choice import RAW, CandidateStatus, ChoiceStatus
+from kvferry.codecs.costs import CallCost, FlowCost
+
 __all__ = ["RAW", "AdaptiveChoice", "CandidateStatus", "ChoiceStatus"]
 
-RAW: Final = "raw"
-_MEMORY_S: Final = 0.15
-"""Busy seconds after which a measurement counts for 1/e of what is new."""
-_GAIN: Final = 0.95
+_GAIN: Final = 0.97
 """Another pipeline is taken when it is predicted to take less than this share of the time."""
+_FIRST_PROBES: Final = 3
+_FIRST_PROBE_EVERY_S: Final = 0.02
 _PROBE_EVERY_S: Final = 1.0
-_FIRST_PROBES: Final = 5
-_FIRST_PROBE_EVERY_S: Final = 0.1
-_RECENT: Final = 9
-_PROBE_LINK_CALLS: Final = 6
-_FADED_NBYTES: Final = 1 << 19
 _STALE_S: Final = 3.0
 _OLD_S: Final = 30.0
-_HOPELESS: Final = 3.0
-_FORGIVEN_S: Final = 5.0
+_LOOK_EVERY_S: Final = 1.0
+_LOOK_SELDOM_S: Final = 5.0
+_LOOK_S: Final = 0.1
+_LOOK_CALLS: Final = 8
+_LOOK_WINDOWS: Final = 2
+_TRIAL_WINDOWS: Final = 2
+_SURE_WINDOWS: Final = 5
+_IN_DOUBT: Final = 1.15
+_FORGIVEN_S: Final = 3.0
+_BAD: Final = 1.3
+_BAD_FORGIVEN_S: Final = 15.0
+_DISTURBED_S: Final = 1.0
+_LONGEST_FORGIVEN_S: Final = 120.0
+_PROVEN_S: Final = 1.0
 _WORST: Final = 4.0
-_LINK_BOUND: Final = 2.0
+_LINK_BOUND: Final = 4.0
 """A pipeline that takes so many times what encoding and decoding take is limited by the link alone."""
-_SAME_LINK: Final = 1.25
-
-
-@dataclass(slots=True)
-class _Cost:
-    """A moving average of seconds a byte; old samples fade with the busy time of new ones."""
-
-    seconds: float = 0.0
-    nbytes: float = 0.0
-    at: float = -math.inf
-
-    def add(self, nbytes: float, seconds: float, now: float) -> None:
-        if nbytes <= 0 or seconds < 0:
-            return
-        kept = math.exp(-seconds / _MEMORY_S)
-        self.seconds = self.seconds * kept + seconds
-        self.nbytes = self.nbytes * kept + nbytes
-        self.at = now
-
-    def lower_to(self, cost: float) -> None:
-        self.seconds = min(self.seconds, cost * self.nbytes)
-
-    def fade(self) -> None:
-        """Keep the value, and let a few new samples outweigh it."""
-        kept = min(1.0, _FADED_NBYTES / self.nbytes) if self.nbytes else 1.0
-        self.seconds, self.nbytes = self.seconds * kept, self.nbytes * kept
-
-    @property
-    def known(self) -> bool:
-        return self.nbytes > 0
-
-    @property
-    def value(self) -> float:
-        return self.seconds / self.nbytes if self.nbytes else 0.0
-
-
-class _Recent:
-    """The median of the last seconds a byte: one piece may wait for a core as long as twenty take."""
-
-    __slots__ = ("_costs", "at", "value")
-
-    def __init__(self) -> None:
-        self._costs: deque[float] = deque(maxlen=_RECENT)
-        self.value = 0.0
-        self.at = -math.inf
-
-    def add(self, nbytes: float, seconds: float, now: float) -> None:
-        if nbytes <= 0 or seconds < 0:
-            return
-        self._costs.append(seconds / nbytes)
-        self.value = statistics.median(self._costs)
-        self.at = now
-
-    @property
-    def count(self) -> int:
-        return len(self._costs)
+_OTHER_FLOW: Final = 1.25
+_SAME_LINK: Final = 1.5
 
 
 @dataclass(slots=True)
 class _Candidate:
     name: str
-    encode: _Recent = field(default_factory=_Recent)
-    decode: _Recent = field(default_factory=_Recent)
-    steady: _Cost = field(default_factory=_Cost)  # of the whole way, while it is in use
+    encode: CallCost = field(default_factory=CallCost)
+    decode: CallCost = field(default_factory=CallCost)
+    flow: FlowCost = field(default_factory=FlowCost)  # since it came into use
     size: float = 0.0  # encoded bytes a byte
     correction: float = 1.0
-    corrected_at: float = -math.inf
     corrected_link: float = 0.0
+    forgiven_at: float = math.inf
+    failures: int = 0
     probed_at: float = -math.inf
 
     @property
@@ -114,68 +68,17 @@ class _Candidate:
         return self.encode.count > 0 and self.decode.count > 0
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateStatus:
-    """What is known of one pipeline. Rates are bytes of KV a second, 0 while unknown.
-
-    Attributes:
-        name: Its text form, or ``raw``.
-        ratio: Bytes before over bytes after encoding.
-        encode_rate: Of one encoding thread.
-        decode_rate: Of one decoding thread at the other end.
-        predicted_s_per_gb: Seconds that 1e9 bytes of KV are predicted to take; 0 while unknown.
-    """
-
-    name: str
-    ratio: float
-    encode_rate: float
-    decode_rate: float
-    predicted_s_per_gb: float
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceStatus:
-    """What is used, and why.
-
-    Attributes:
-        chosen: The pipeline in use.
-        reason: For people.
-        link_rate: Bytes a second that the link carries; 0 while unknown.
-        candidates: ``raw`` first.
-        switches: How often the choice changed.
-    """
-
-    chosen: str
-    reason: str
-    link_rate: float
-    candidates: tuple[CandidateStatus, ...]
-    switches: int
-
-    def line(self) -> str:
-        """All of it in one line."""
-        if not self.candidates:
-            return f"{self.chosen}: {self.reason}"
-        parts = [
-            f"{c.name} {c.predicted_s_per_gb:.3g} s/GB"
-            + (
-                f" (x{c.ratio:.2f}, encode {c.encode_rate / 1e9:.2f}, decode {c.decode_rate / 1e9:.2f} GB/s)"
-                if c.encode_rate
-                else ""
-            )
-            for c in self.candidates
-            if c.predicted_s_per_gb
-        ]
-        link = f"link {self.link_rate / 1e9:.3g} GB/s" if self.link_rate else "link not measured"
-        return f"{self.chosen}: {self.reason}; {link}; {', '.join(parts) or 'nothing predicted'}"
-
-
 class AdaptiveChoice:
     """Chooses among raw and ``candidates``. Thread safe.
 
-    Whoever sends asks :meth:`choose` before each piece and reports what came of it. A pipeline that is new is
-    tried with five pieces, one in 0.1 s; later with one every 3 s if it might pay, else every 30 s. While a
-    pipeline's own speed is what limits, a few pieces a second go raw, so that a link that became faster is
-    noticed.
+    Whoever sends asks :meth:`choose` before each piece and reports what came of it, and asks :meth:`probe`
+    whether a piece should go another way beside the flow. A pipeline that is new is probed with three
+    pieces, later with one every 3 s if it might pay, else every 30 s. One that is predicted to gain 3 % is
+    taken, and kept only while it does: one that turned out slower is left after 20 to 50 ms, and not tried
+    again for 3 s (15 s if it was much slower), then 9 s and so on, unless the link changes. While a pipeline
+    is in use, some pieces go raw once a second of traffic, or in 5 s where the link is clearly what limits,
+    and at once when the pipeline suddenly costs more or less: what the link itself carries is seen in no
+    other way.
 
     Args:
         candidates: Text forms of pipelines, without ``raw``.
@@ -188,36 +91,80 @@ class AdaptiveChoice:
         self._cores = cores
         self._lock = threading.Lock()
         self._candidates = {name: _Candidate(name) for name in candidates if name != RAW}
-        self._link = _Cost()  # seconds a byte on the link
-        self._link_exact_at = -math.inf
+        self._link = FlowCost()  # seconds a byte on the link
+        self._seen = FlowCost()  # the same, of the look at it that goes on
         self._chosen = RAW
+        self._chosen_at = -math.inf
         self._reason = "nothing was measured yet"
         self._switches = 0
-        self._probe_left = 0
-        self._probed_link_at = -math.inf
+        self._news = False  # something was learnt since the last decision
+        self._looking = False  # pieces go raw to look at the link
+        self._look_calls = 0
+        self._looked_at = -math.inf
+        self._looked_flow = 0.0  # what the pipeline in use cost then
+        self._moving_s = 0.0  # time in which the link was busy since then
+        self._probe_at = -math.inf
 
     # ---- choosing -------------------------------------------------------------------------------
 
     def choose(self) -> str:
         """The pipeline for the next piece: a candidate, or ``raw``."""
-        now = self._clock()
+        if self._chosen == RAW and not self._news:  # the way that must cost nothing
+            return RAW
         with self._lock:
-            if self._probe_left > 0:
-                self._probe_left -= 1
+            now = self._clock()
+            if self._looking:
+                self._look_calls += 1
+                self._looking = self._look_calls < _LOOK_CALLS or now - self._looked_at < _LOOK_S
                 return RAW
-            self._decide(now)
-            if (probe := self._due(now)) is not None:
-                probe.probed_at = now
-                return probe.name
-            if self._link_due(now):
-                self._probed_link_at = now
-                self._link.fade()
-                self._probe_left = _PROBE_LINK_CALLS - 1
+            if self._news:
+                self._news = False
+                self._decide(now)
+            if self._chosen != RAW and self._look_due(self._candidates[self._chosen]):
+                self._look(now)
                 return RAW
             return self._chosen
 
+    def _look_due(self, used: _Candidate) -> bool:
+        """Whether the link may have changed since it was seen without a codec in its way."""
+        flow, looked = used.flow.value, self._looked_flow
+        if not used.flow.windows:
+            return False
+        if looked and not looked / _OTHER_FLOW <= flow <= looked * _OTHER_FLOW:
+            return True
+        self._looked_flow = looked or flow
+        limited = flow > _LINK_BOUND * (used.encode.value + used.decode.value)
+        return self._moving_s >= (_LOOK_SELDOM_S if limited else _LOOK_EVERY_S)
+
+    def _look(self, now: float) -> None:
+        self._looking, self._look_calls, self._looked_at = True, 1, now
+        self._looked_flow = self._moving_s = 0.0
+
+    def probe(self) -> str:
+        """A candidate with which the next piece should go, beside what is chosen; empty if none is due."""
+        now = self._clock()
+        if now < self._probe_at:
+            return ""
+        with self._lock:
+            self._probe_at = now + _FIRST_PROBE_EVERY_S
+            for candidate in self._candidates.values():
+                if candidate.name != self._chosen and self._due(candidate, now):
+                    candidate.probed_at = now
+                    return candidate.name
+        return ""
+
+    def _due(self, candidate: _Candidate, now: float) -> bool:
+        if min(candidate.encode.count, candidate.decode.count) < _FIRST_PROBES:
+            return True
+        if now - candidate.probed_at < _PROBE_EVERY_S:
+            return False
+        in_use = self._candidates.get(self._chosen)
+        to_beat = self._predicted(in_use, now) if in_use is not None else self._link.value
+        may_pay = self._link.windows > 0 and self._predicted(candidate, now) < to_beat
+        return now - candidate.encode.at > (_STALE_S if may_pay else _OLD_S)
+
     def _decide(self, now: float) -> None:
-        if not self._link.known:
+        if not self._link.windows:
             return
         predicted = {RAW: self._link.value}
         predicted.update({c.name: self._predicted(c, now) for c in self._candidates.values() if c.known})
@@ -228,8 +175,7 @@ class AdaptiveChoice:
         if predicted[best] < _GAIN * predicted[current]:
             current = best
         if current != self._chosen:
-            self._chosen = current
-            self._switches += 1
+            self._switch(current, now)
         runner_up = min((n for n in predicted if n != current), key=lambda n: predicted[n], default=None)
         if runner_up is None:
             self._reason = "no candidate is measured yet"
@@ -238,7 +184,33 @@ class AdaptiveChoice:
                 f"predicted {predicted[current] * 1e9:.3g} s/GB, {runner_up} {predicted[runner_up] * 1e9:.3g}"
             )
 
+    def _switch(self, name: str, now: float) -> None:
+        left = self._candidates.get(self._chosen)
+        if left is not None and left.flow.windows:
+            self._judge(left, now)
+        if name != RAW:
+            self._candidates[name].flow = FlowCost()
+            self._looked_flow = self._moving_s = 0.0
+        self._chosen, self._chosen_at = name, now
+        self._switches += 1
+
+    def _judge(self, left: _Candidate, now: float) -> None:
+        """What is left after a short time was a trial that failed: the next one is later."""
+        if now - self._chosen_at > _PROVEN_S:
+            left.failures = 0
+            left.forgiven_at = now + _DISTURBED_S
+        else:
+            bad = left.flow.value > _BAD * self._link.value
+            wait = (_BAD_FORGIVEN_S if bad else _FORGIVEN_S) * 3.0**left.failures
+            left.forgiven_at = now + min(wait, _LONGEST_FORGIVEN_S)
+            left.failures += 1
+
+    # ---- predicting -----------------------------------------------------------------------------
+
     def _predicted(self, candidate: _Candidate, now: float) -> float:
+        windows = candidate.flow.windows if candidate.name == self._chosen else 0
+        if windows >= _TRIAL_WINDOWS:
+            return candidate.flow.value / (_IN_DOUBT if windows < _SURE_WINDOWS else 1.0)
         return self._formula(candidate) * self._correction(candidate, now)
 
     def _formula(self, candidate: _Candidate) -> float:
@@ -247,32 +219,16 @@ class AdaptiveChoice:
         return max(encode + sending, decode) if self._cores < 2 else max(encode, sending, decode)
 
     def _correction(self, candidate: _Candidate, now: float) -> float:
-        """Fades to 1, so that what was slow once is tried again; nothing holds for another link."""
-        before, link = candidate.corrected_link, self._link.value
-        if candidate.correction <= 1 or not before / _SAME_LINK <= link <= before * _SAME_LINK:
+        """What was slow once is tried again after a time; nothing holds for another link."""
+        if candidate.correction == 1.0:
             return 1.0
-        age = max(0.0, now - candidate.corrected_at)
-        return 1 + (candidate.correction - 1) * math.exp(-age / _FORGIVEN_S)
-
-    def _due(self, now: float) -> _Candidate | None:
-        """A candidate to be tried with the next piece."""
-        for candidate in self._candidates.values():
-            since = now - candidate.probed_at
-            if candidate.decode.count < _FIRST_PROBES:
-                if since >= _FIRST_PROBE_EVERY_S:
-                    return candidate
-                continue
-            age = now - candidate.encode.at
-            may_pay = self._link.known and candidate.encode.value < _HOPELESS * self._link.value
-            if age > (_STALE_S if may_pay else _OLD_S) and since >= _PROBE_EVERY_S:
-                return candidate
-        return None
-
-    def _link_due(self, now: float) -> bool:
-        """Whether the link has to be looked at without a codec in its way."""
-        if self._chosen == RAW:
-            return False
-        return now - max(self._link_exact_at, self._probed_link_at) >= _PROBE_EVERY_S
+        before, link = candidate.corrected_link, self._link.value
+        if not before / _SAME_LINK <= link <= before * _SAME_LINK:
+            candidate.failures = 0
+            candidate.correction = 1.0
+        elif now >= candidate.forgiven_at:
+            candidate.correction = 1.0
+        return candidate.correction
 
     # ---- learning -------------------------------------------------------------------------------
 
@@ -281,8 +237,7 @@ class AdaptiveChoice:
         with self._lock:
             candidate = self._candidates.get(name)
             if candidate is not None:
-                now = self._clock()
-                candidate.encode.add(nbytes, seconds, now)
+                candidate.encode.add(nbytes, seconds, self._clock())
                 size = encoded_nbytes / nbytes if nbytes else 1.0
                 candidate.size = 0.75 * candidate.size + 0.25 * size if candidate.size else size
 
@@ -297,33 +252,38 @@ class AdaptiveChoice:
         """``nbytes`` of KV were in place ``seconds`` after the piece before, of the same pipeline.
 
         Only for pieces that were ready before the piece before was in place, so that nothing but encoding,
-        sending and decoding is in ``seconds``.
+        sending and decoding is in ``seconds``, and not for the first after another pipeline, which find or
+        leave something of the other in the way.
         """
         with self._lock:
             now = self._clock()
+            self._moving_s += seconds
             if name == RAW:
-                self._link.add(nbytes, seconds, now)
-                self._link_exact_at = now
+                self._news |= self._link_moved(nbytes, seconds)
                 return
             candidate = self._candidates.get(name)
-            if candidate is None or not candidate.known:
-                return
-            candidate.steady.add(nbytes, seconds, now)
-            cost, size = candidate.steady.value, candidate.size
-            if cost > _LINK_BOUND * max(candidate.encode.value, candidate.decode.value):
-                taking_turns = nbytes * candidate.encode.value if self._cores < 2 else 0.0
-                self._link.add(nbytes * size, max(seconds - taking_turns, 0.0), now)
-                self._link_exact_at = now
-            elif self._link.known:
-                self._link.lower_to(cost / size)  # it carried as much, so it is no slower
-                self._correct(candidate, cost, now)
+            if candidate is not None and candidate.known and candidate.flow.add(nbytes, seconds):
+                self._learn(candidate, now)
+                self._news = True
 
-    def _correct(self, candidate: _Candidate, cost: float, now: float) -> None:
+    def _link_moved(self, nbytes: int, seconds: float) -> bool:
+        if not self._looking:
+            return self._link.add(nbytes, seconds)
+        if not self._seen.add(nbytes, seconds) or self._seen.windows < _LOOK_WINDOWS:
+            return False
+        self._link, self._seen, self._looking = self._seen, FlowCost(), False
+        return True
+
+    def _learn(self, candidate: _Candidate, now: float) -> None:
+        """What a pipeline costs in use says something of the link, and corrects what was predicted."""
+        cost = candidate.flow.value
+        on_link = cost - candidate.encode.value if self._cores < 2 else cost
+        self._link.at_most(on_link / candidate.size)  # it carried as much, so it is no slower
         formula = self._formula(candidate)
-        seen = min(max(cost / formula, 1.0), _WORST) if formula > 0 else 1.0
-        candidate.correction = 0.7 * self._correction(candidate, now) + 0.3 * seen
-        candidate.corrected_at = now
-        candidate.corrected_link = self._link.value
+        if formula > 0 and candidate.flow.windows >= _TRIAL_WINDOWS:
+            candidate.correction = min(max(cost / formula, 1.0), _WORST)
+            candidate.corrected_link = self._link.value
+            candidate.forgiven_at = now + _FORGIVEN_S
 
     # ---- telling --------------------------------------------------------------------------------
 
@@ -334,7 +294,7 @@ class AdaptiveChoice:
             link = self._link.value
             found = [CandidateStatus(RAW, 1.0, 0.0, 0.0, link * 1e9)]
             for c in self._candidates.values():
-                predicted = self._predicted(c, now) if c.known and self._link.known else 0.0
+                predicted = self._predicted(c, now) if c.known and self._link.windows else 0.0
                 found.append(
                     CandidateStatus(
                         c.name,

@@ -39,6 +39,10 @@ class Choice(Protocol):
         """A pipeline, or ``raw``."""
         ...
 
+    def probe(self) -> str:
+        """Another pipeline with which the next piece should go, beside what is chosen; or nothing."""
+        ...
+
     def encoded(self, name: str, nbytes: int, encoded_nbytes: int, seconds: float) -> None:
         """What encoding took."""
         ...
@@ -65,6 +69,10 @@ class FixedChoice:
     def choose(self) -> str:
         """Always the same."""
         return self._status.chosen
+
+    def probe(self) -> str:
+        """Nothing."""
+        return ""
 
     def encoded(self, name: str, nbytes: int, encoded_nbytes: int, seconds: float) -> None:
         """Nothing is learnt."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -27,20 +27,30 @@ _CALL_NBYTES: Final = 1 << 20
 """Bytes of KV that are encoded with one call and sent as one frame: small ones cost more a byte."""
 _AHEAD: Final = 3
 """Encoded frames that wait for the link."""
+_SETTLE: Final = 3
+"""Pieces after a change of the pipeline that say nothing: they find the other one's work in their way."""
 _TICK_S: Final = 1.0
+
+_Mark: TypeAlias = tuple[str, int, float]
+"""Of a part under way: its pipeline, bytes of KV, and when the model handed it over."""
 
 
 class PartEncoder:
-    """Encodes what :meth:`put` takes, in order, in a thread of its own, some frames ahead of the link.
+    """Decides how the parts of a stream go, and encodes them in a thread of its own, ahead of the link.
 
-    All state is guarded by the condition of the sender, which is notified of every change.
+    Parts wait here in the order in which :meth:`put` took them. Where they go as they are, the sending thread
+    takes each with :meth:`pull` when it can send it, as if there were no codec. Where a pipeline is chosen,
+    the encoding thread takes them, some frames ahead of the link, until something else is chosen. Either way
+    a choice is made for one part at a time, when its turn comes.
 
     Args:
         link: The codec of the link.
         layout: Of the stream.
         channel: To the receiver.
-        changed: The sender's condition.
-        forward: Takes a part that is ready to be sent; called with ``changed`` held.
+        lock: Of the sender, guards all state.
+        changed: Its condition, with that lock; notified of frames that are ready.
+        forward: Takes a part that is ready to be sent; called with the lock held.
+        start: Starts the thread, which is to call :meth:`run`; called once, when there is work for it.
         failed: Takes what ended the thread early.
     """
 
@@ -49,9 +59,11 @@ class PartEncoder:
         link: LinkCodec,
         layout: StreamLayout,
         channel: Channel,
+        lock: threading.RLock,
         changed: threading.Condition,
         *,
         forward: Callable[[LayerPart], None],
+        start: Callable[[Callable[[], None]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._codec = link.codec
@@ -59,63 +71,91 @@ class PartEncoder:
         self._layout = layout
         self._delivery: Delivery = EncodedDelivery(channel)
         self._changed = changed
+        self._work = threading.Condition(lock)  # wakes the encoding thread alone
         self._forward = forward
+        self._start = start
         self._failed = failed
+        self._started = False
         self._waiting: deque[LayerPart] = deque()
+        self._probing: deque[LayerPart] = deque()  # one part that goes another way, for the thread
+        self._encoding = False  # what waits is for the thread
         self._busy = False
         self._ended = False
         self._ahead = 0
-        self._under_way: dict[bool, deque[LayerPart]] = {True: deque(), False: deque()}  # by whether encoded
-        self._last_ack: tuple[str, float] = ("", 0.0)
+        self._under_way: dict[bool, deque[_Mark]] = {True: deque(), False: deque()}  # by whether encoded
+        self._last_codec = ""
+        self._last_at = 0.0
+        self._in_a_row = 0
 
     # ---- the sender's threads -----------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
         """Whether parts are still to come out of it."""
-        return bool(self._waiting) or self._busy
+        return bool(self._waiting or self._probing) or self._busy
 
     def put(self, parts: list[LayerPart]) -> None:
-        """Take parts; with the condition held. What goes as it is does not wait for the thread."""
+        """Take parts; with the lock held."""
         now = time.monotonic()
         for part in parts:
             part.ready_at, part.codec = now, ""
-            if not self.pending and self._pick(part):
-                self._forward(part)
-            else:
-                self._waiting.append(part)
+        self._waiting.extend(parts)
+        if self._encoding:
+            self._work.notify()
 
-    def _pick(self, part: LayerPart) -> bool:
-        """Choose how a part goes; whether it goes as it is."""
-        part.codec = self._choice.choose()
-        part.nbytes = sum(self._layout.payload_nbytes(part.layer, block) for block in part.blocks)
-        return part.codec == RAW
+    def pull(self) -> LayerPart | None:
+        """A part to be sent as it is, if that is how the next one goes; with the lock held."""
+        while self._waiting and not self._encoding:
+            part = self._waiting[0]
+            if not part.codec and len(self._waiting) > 1 and not self._probing:
+                part.codec = self._choice.probe()
+                if part.codec:
+                    self._probing.append(self._waiting.popleft())
+                    self._wake()
+                    continue
+            part.codec = part.codec or self._choice.choose()
+            if part.codec == RAW:
+                part.nbytes = sum(map(len, part.parts))
+                return self._waiting.popleft()
+            self._encoding = True
+            self._wake()
+        return None
+
+    def _wake(self) -> None:
+        if not self._started:
+            self._started = True
+            self._start(self.run)
+        self._work.notify()
 
     def sending(self, part: LayerPart) -> None:
-        """A part is about to be sent; with the condition held."""
+        """A part is about to be sent; with the lock held."""
         # not the part itself, which holds the model's memory or a buffer
-        mark = LayerPart(part.delivery, part.layer, (), [], part.codec, part.nbytes, part.ready_at)
-        self._under_way[part.codec != RAW].append(mark)
+        self._under_way[part.codec != RAW].append((part.codec, part.nbytes, part.ready_at))
 
     def acknowledged(self, ack: LayerAck | EncodedAck) -> bool:
-        """Learn from an acknowledgement, with the condition held; whether such a part was under way."""
+        """Learn from an acknowledgement, with the lock held; whether such a part was under way."""
         under_way = self._under_way[isinstance(ack, EncodedAck)]
         if not under_way:
             return False
-        part, now = under_way.popleft(), time.monotonic()
-        last_codec, last_at = self._last_ack
-        self._last_ack = (part.codec, now)
+        (codec, nbytes, ready_at), now = under_way.popleft(), time.monotonic()
         if isinstance(ack, EncodedAck):
-            self._choice.decoded(part.codec, part.nbytes, ack.decode_s)
-        if part.codec == last_codec and part.ready_at <= last_at:
-            self._choice.moved(part.codec, part.nbytes, now - last_at)
+            self._choice.decoded(codec, nbytes, ack.decode_s)
+        last_at, self._last_at = self._last_at, now
+        if codec != self._last_codec or ready_at > last_at:
+            self._in_a_row = 0
+        elif self._in_a_row < _SETTLE:
+            self._in_a_row += 1
+        else:
+            self._choice.moved(codec, nbytes, now - last_at)
+        self._last_codec = codec
         return True
 
     def stop(self) -> None:
-        """Encode no more and end the thread; with the condition held."""
+        """Encode no more and end the thread; with the lock held."""
         self._ended = True
         self._waiting.clear()
-        self._changed.notify_all()
+        self._probing.clear()
+        self._work.notify_all()
 
     # ---- the thread -------------------------------------------------------------------------------
 
@@ -123,29 +163,39 @@ class PartEncoder:
         """The thread's work, until :meth:`stop`."""
         try:
             while (part := self._next()) is not None:
-                if part.codec == RAW:
-                    self._emit(part)
-                else:
-                    self._encode(part)
+                self._encode(part)
                 with self._changed:
                     self._busy = False
-                    self._changed.notify_all()
+                    if self._ended or not self.pending:
+                        self._changed.notify_all()
                 del part  # waiting for the next one must not hold the memory of this one
         except Exception as error:  # noqa: BLE001 - thread root
             _log.exception("encoding of a stream failed")
             self._failed(error)
 
     def _next(self) -> LayerPart | None:
+        """The next part to be encoded; where one is to go as it is, the sending thread goes on with it."""
         with self._changed:
             while not self._ended:
-                if self._waiting:
+                if (part := self._take()) is not None:
                     self._busy = True
-                    part = self._waiting.popleft()
-                    if not part.codec:
-                        self._pick(part)
                     return part
-                self._changed.wait(_TICK_S)
+                self._work.wait(_TICK_S)
         return None
+
+    def _take(self) -> LayerPart | None:
+        if self._probing:
+            return self._probing.popleft()
+        if not (self._encoding and self._waiting):
+            return None
+        part = self._waiting[0]
+        if not part.codec:
+            part.codec = self._choice.probe() or self._choice.choose()
+        if part.codec == RAW:
+            self._encoding = False
+            self._changed.notify_all()
+            return None
+        return self._waiting.popleft()
 
     def _encode(self, part: LayerPart) -> None:
         """Cut a part into calls of some size; the tail block goes alone."""
@@ -171,7 +221,7 @@ class PartEncoder:
         """Encode one frame as soon as there is room for it; ``False`` after :meth:`stop`."""
         with self._changed:
             while not self._ended and self._ahead >= _AHEAD:
-                self._changed.wait(_TICK_S)
+                self._work.wait(_TICK_S)
             if self._ended:
                 return False
             self._ahead += 1
@@ -196,7 +246,7 @@ class PartEncoder:
         self._codec.give(buffer)
         with self._changed:
             self._ahead -= 1
-            self._changed.notify_all()
+            self._work.notify()
 
     def _emit(self, part: LayerPart) -> None:
         with self._changed:

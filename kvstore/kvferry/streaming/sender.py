@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvferry.core.buffers import Buf
 from kvferry.core.clock import deadline_in, time_left
@@ -17,7 +18,6 @@ from kvferry.core.errors import (
     KVFerryError,
     ProtocolError,
     RequestCancelledError,
-    StoreError,
     TransferTimeoutError,
     error_from_code,
 )
@@ -28,12 +28,12 @@ from kvferry.streaming.cutting import PartCutter
 from kvferry.streaming.delivery import Delivery, FrameDelivery, LayerPart
 from kvferry.streaming.encoding import PartEncoder
 from kvferry.streaming.layout import StreamLayout, checked_missing, clean_error
+from kvferry.streaming.opening import Opened, open_stream
 from kvferry.streaming.windows import placed_delivery
 from kvferry.transports.region import RegionTransport
 from kvferry.wire import Channel, SharedArena
 from kvferry.wire.messages import (
     AbortStream,
-    ArenaSegments,
     BeginStream,
     EncodedAck,
     Failure,
@@ -43,8 +43,6 @@ from kvferry.wire.messages import (
     Message,
     StreamDone,
     StreamReady,
-    StreamSlots,
-    StreamWindows,
 )
 
 __all__ = ["LayerSender"]
@@ -100,13 +98,14 @@ class LayerSender:
         self._scope = scope
         self._name = name
         self._max_frame_nbytes = max_frame_nbytes
-        self._cond = threading.Condition()
+        self._lock = threading.RLock()
+        self._cond = threading.Condition(self._lock)  # wakes the sending thread
+        self._ended = threading.Condition(self._lock)  # wakes who waits for the end
         self._queue: deque[LayerPart] = deque()
         self._arena = arena
         self._by_frame: Delivery = FrameDelivery(channel)
-        self._granted: StreamSlots | None = None
+        self._opened = Opened()
         self._regions = regions
-        self._windows: StreamWindows | None = None
         self._placing: Delivery | None = None
         self._codec = codec
         self._encoder: PartEncoder | None = None
@@ -187,37 +186,17 @@ class LayerSender:
             codecs=self._codec.agree(self._channel.peer.capabilities, self._spec) if self._codec else (),
         )
         try:
-            missing = self._accepted(self._open(opening, deadline), opening.codecs)
+            ready = open_stream(
+                self._channel, opening, self._opened,
+                arena=self._arena, regions=self._regions is not None, deadline=deadline, who=str(self),
+            )  # fmt: skip
+            missing = self._accepted(ready, opening.codecs)
         except KVFerryError as exc:
             self._fail(exc)
             self._end_channel()
             raise
         self._start_threads()
         return missing
-
-    def _open(self, opening: BeginStream, deadline: float) -> StreamReady:
-        """Send the opening message; what comes before its answer is about the receiver's memory."""
-        if self._arena is None and self._regions is None:
-            return self._channel.call(opening, StreamReady, deadline=deadline)
-        self._channel.send(opening, deadline=deadline)
-        while True:
-            incoming = self._channel.receive(deadline)
-            message = incoming.message
-            if isinstance(message, ArenaSegments) and self._arena is not None:
-                try:
-                    self._arena.take(self._channel, incoming, deadline)
-                except StoreError as error:
-                    _log.warning("%s: KV goes by frames: %s", self, error)
-            elif isinstance(message, StreamSlots):
-                self._granted = message
-            elif isinstance(message, StreamWindows):
-                self._windows = message
-            elif isinstance(message, StreamReady):
-                return message
-            elif isinstance(message, Failure):
-                raise error_from_code(message.code, f"{self._channel.address}: {message.message}")
-            else:
-                raise ProtocolError(f"{self}: the receiver answered with {message!r}", remote=True)
 
     def _accepted(self, ready: StreamReady, codecs: Sequence[str]) -> frozenset[int]:
         missing = checked_missing(ready, self._layout, str(self))
@@ -228,29 +207,26 @@ class LayerSender:
         self._ring = ready.ring
         self._placing = placed_delivery(
             self._channel, self._spec, missing,
-            arena=self._arena, slots=self._granted, regions=self._regions, windows=self._windows,
+            arena=self._arena, slots=self._opened.slots, regions=self._regions, windows=self._opened.windows,
             stopped=lambda: self._error is not None,
         )  # fmt: skip
         if self._placing is None and self._codec is not None and codecs:
             self._encoder = PartEncoder(
-                self._codec, self._layout, self._channel, self._cond,
-                forward=self._queue.append, failed=self._fail_and_cut,
+                self._codec, self._layout, self._channel, self._lock, self._cond,
+                forward=self._queue.append, start=partial(self._start, "encode"), failed=self._fail_and_cut,
             )  # fmt: skip
         return missing
 
     def _start_threads(self) -> None:
         with self._cond:
-            if self._error is not None:  # aborted meanwhile
-                return
-            targets = [("send", self._send_loop), ("acks", self._ack_loop)]
-            if self._encoder is not None:
-                targets.append(("encode", self._encoder.run))
-            for kind, target in targets:
-                thread = threading.Thread(
-                    target=target, name=f"kvferry-stream-{kind}-{self._name}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+            if self._error is None:  # else aborted meanwhile
+                self._start("send", self._send_loop)
+                self._start("acks", self._ack_loop)
+
+    def _start(self, kind: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=f"kvferry-stream-{kind}-{self._name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     # ---- the model's thread ---------------------------------------------------------------------
 
@@ -313,11 +289,11 @@ class LayerSender:
         """Wait for a frame and room in the ring; ``None`` once all is acknowledged, or after an error."""
         with self._cond:
             while self._error is None:
-                if self._queue and self._under_way < self._ring:
+                if self._under_way < self._ring and (frame := self._next_ready()) is not None:
                     self._under_way += 1
                     if self._encoder is not None:
-                        self._encoder.sending(self._queue[0])
-                    return self._queue.popleft()
+                        self._encoder.sending(frame)
+                    return frame
                 encoding = self._encoder is not None and self._encoder.pending
                 if self._handoff is not None and not (self._queue or self._under_way or encoding):
                     if self._encoder is not None:
@@ -330,12 +306,17 @@ class LayerSender:
                     )
         return None
 
+    def _next_ready(self) -> LayerPart | None:
+        if self._queue:
+            return self._queue.popleft()
+        return self._encoder.pull() if self._encoder is not None else None
+
     def _send_end(self) -> None:
         with self._cond:
             handoff, error = self._handoff, self._error
         if error is None and handoff is not None:
             self._channel.send(FinishStream(handoff=handoff, wire_s=self._wire_s), deadline=self._deadline)
-        elif isinstance(error, RequestCancelledError) or self._granted is not None:
+        elif isinstance(error, RequestCancelledError) or self._opened.slots is not None:
             self._say_abort(error)
             self._channel.close()
 
@@ -349,7 +330,7 @@ class LayerSender:
         if isinstance(error, ConnectionClosedError):
             self._acks_ended.wait(_ABORT_TIMEOUT_S)
         self._fail(error)
-        if self._granted is not None:
+        if self._opened.slots is not None:
             self._say_abort(error)
         self._channel.abort()
 
@@ -369,7 +350,7 @@ class LayerSender:
 
     def _acks_failed(self) -> None:
         """End the channel, unless the sending thread is about to do it, with a word to the receiver."""
-        if self._granted is None or not self._threads[0].is_alive():
+        if self._opened.slots is None or not self._threads[0].is_alive():
             self._channel.abort()
 
     def _take_answer(self) -> bool:
@@ -387,7 +368,7 @@ class LayerSender:
                 return True
             if isinstance(message, StreamDone) and self._handoff is not None and not self._under_way:
                 self._done = message
-                self._cond.notify_all()
+                self._ended.notify_all()
                 return False
             under_way = self._under_way
         raise ProtocolError(
@@ -419,6 +400,7 @@ class LayerSender:
             if self._encoder is not None:
                 self._encoder.stop()
             self._cond.notify_all()
+            self._ended.notify_all()
 
     # ---- ending ---------------------------------------------------------------------------------
 
@@ -451,7 +433,7 @@ class LayerSender:
         with self._cond:
             self._handoff = handoff
             self._cond.notify_all()
-            self._cond.wait_for(lambda: self._done or self._error, time_left(deadline))
+            self._ended.wait_for(lambda: self._done or self._error, time_left(deadline))
             done, error = self._done, self._error
         if done is None and error is None:
             error = TransferTimeoutError(
@@ -480,9 +462,9 @@ class LayerSender:
 
     def _end_channel(self, *, wait: bool = False) -> None:
         """End the channel; first the sending thread takes leave, if it is between two frames."""
-        if self._granted is not None and not self._threads:
+        if self._opened.slots is not None and not self._threads:
             self._say_abort(self._error)
-        if wait or self._granted is not None:
+        if wait or self._opened.slots is not None:
             limit = deadline_in(_ABORT_TIMEOUT_S)
             for thread in self._threads[:1]:
                 thread.join(time_left(limit))

@@ -50,6 +50,7 @@ class Link:
         self.rate, self.speeds, self.slower, self.cores = rate, speeds, slower or {}, cores
         self.now = 0.0
         self.choice = AdaptiveChoice(list(speeds), clock=lambda: self.now, cores=cores)
+        self.probes = Counter[str]()
         self._last = ""
 
     def seconds(self, name: str) -> float:
@@ -68,18 +69,26 @@ class Link:
         """Send for some time; the mean seconds of a piece, and how often each pipeline was taken."""
         start, names = self.now, Counter[str]()
         while self.now - start < seconds:
+            if probe := self.choice.probe():
+                self._report(probe)
+                self.now += PIECE / self.speeds[probe].ratio / self.rate / 1e9  # encoded beside the flow
+                self.probes[probe] += 1
+                continue
             name = self.choice.choose()
             took = self.seconds(name)
             self.now += took
             names[name] += 1
             if name != RAW:
-                speed = self.speeds[name]
-                self.choice.encoded(name, PIECE, int(PIECE / speed.ratio), PIECE / speed.encode / 1e9)
-                self.choice.decoded(name, PIECE, PIECE / speed.decode / 1e9)
+                self._report(name)
             if name == self._last:
                 self.choice.moved(name, PIECE, took)
             self._last = name
         return (self.now - start) / names.total(), names
+
+    def _report(self, name: str) -> None:
+        speed = self.speeds[name]
+        self.choice.encoded(name, PIECE, int(PIECE / speed.ratio), PIECE / speed.encode / 1e9)
+        self.choice.decoded(name, PIECE, PIECE / speed.decode / 1e9)
 
 
 RATES = [0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0]
@@ -119,7 +128,8 @@ def test_what_is_not_measured_is_tried_with_few_pieces() -> None:
     link = Link(8.0)
     _, names = link.run(3.0)
     assert names[RAW] > 20_000
-    assert all(5 <= names[name] <= 6 for name in SPEEDS)
+    assert names.keys() == {RAW}
+    assert all(3 <= link.probes[name] <= 4 for name in SPEEDS)
 
 
 def test_it_says_what_it_knows() -> None:
@@ -143,7 +153,7 @@ def test_it_says_what_it_knows() -> None:
     )
 
 
-def test_a_gain_of_less_than_five_percent_changes_nothing() -> None:
+def test_a_gain_of_less_than_three_percent_changes_nothing() -> None:
     near = {"a": Speed(1.40, 9.0, 9.0), "b": Speed(1.44, 9.0, 9.0)}
     link = Link(0.5, near)
     link.run(1.0)
@@ -171,3 +181,20 @@ def test_strange_reports_do_no_harm() -> None:
     link.choice.moved(RAW, 0, 0.0)
     link.run(1.0)
     assert link.choice.status().chosen == "int8"
+
+
+def test_a_pipeline_that_turned_out_slower_is_left_soon_and_tried_again_ever_later() -> None:
+    """What is reported of each stage promises a gain; in use it takes three times as long."""
+    link = Link(1.0, LOSSLESS, dict.fromkeys(LOSSLESS, 6.0))
+    pieces, names = link.run(60.0)
+    assert pieces <= 1.02 * link.seconds(RAW)
+    assert 6 <= link.choice.status().switches <= 30
+    assert all(names[name] >= 8 for name in ("ebp", "ebp(bits=4)"))
+
+
+def test_the_link_is_seldom_looked_at_where_it_is_what_limits() -> None:
+    link = Link(0.05)
+    link.run(1.0)
+    _, names = link.run(30.0)
+    assert 10 <= names[RAW] <= 60
+    assert names.total() > 2000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.codecs import CodecPipeline
+from kvferry.codecs.adaptive import AdaptiveChoice
 from kvferry.core import DType, KVSpec, LayerSpec, TensorSpec, deadline_in
 from kvferry.core.errors import CodecError, ConfigError, KVFerryError, ProtocolError
 from kvferry.core.memory import MemoryStore
@@ -300,3 +302,78 @@ def test_what_is_configured() -> None:
     with pytest.raises(ConfigError, match=r"'ebb'.*write raw, auto or a pipeline"):
         StreamCodec("ebb")
     assert "codec.ebp.1" in codec_capabilities()
+
+
+def test_auto_that_sends_raw_has_no_thread_more_and_chooses_when_a_part_is_sent(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, handoff: Callable[[int], Handoff]
+) -> None:
+    """The receiver stands still, all layers are queued: only those under way are chosen for."""
+    kv = PromptKV(SPEC, 16 * 12, normal=True)
+    asked, sent = 0, threading.Event()
+
+    def choose(_: AdaptiveChoice) -> str:
+        nonlocal asked
+        asked += 1
+        sent.set()
+        return "raw"
+
+    monkeypatch.setattr(AdaptiveChoice, "choose", choose)
+    monkeypatch.setattr(AdaptiveChoice, "probe", lambda _: "")
+    go = threading.Event()
+    original = LayerReceiver._take_layer
+
+    def held(self: LayerReceiver, slots: object, incoming: object, message: object, deadline: float) -> None:
+        assert go.wait(20)
+        original(self, slots, incoming, message, deadline)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LayerReceiver, "_take_layer", held)
+    with _end(store, SPEC, StreamCodec()) as end:
+        sender = LayerSender(
+            end.connect(), SPEC, codec=StreamCodec("auto").link(end.address), max_frame_nbytes=1
+        )
+        sender.begin("s", kv.keys, 0, deadline=deadline_in(20))
+        receiver = end.receiver(deadline_in(10))
+        for layer in range(4):
+            sender.put_layer(layer, kv.put(layer))
+        assert sent.wait(5)
+        assert 1 <= asked <= 8  # the ring, of 48 frames
+        names = {t.name.rsplit("-", 1)[0] for t in threading.enumerate() if "kvferry-stream-" in t.name}
+        assert names == {"kvferry-stream-send", "kvferry-stream-acks"}
+        go.set()
+        sender.finish(handoff(1), deadline_in(20))
+        receiver.wait(deadline_in(10))
+        _equal(kv)(receiver)
+        receiver.close()
+    assert asked == 48
+
+
+def test_every_mix_of_ways_brings_every_bit(
+    store: MemoryStore, handoff: Callable[[int], Handoff], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probes beside raw, raw between encoded ones, and back."""
+    kv = PromptKV(SPEC, 16 * 9 + 3, normal=True)
+    ways = itertools.cycle(["raw", "raw", "ebp", "split", "raw", "ebp"])
+    probes = itertools.cycle(["", "split", "", ""])
+    monkeypatch.setattr(AdaptiveChoice, "choose", lambda _: next(ways))
+    monkeypatch.setattr(AdaptiveChoice, "probe", lambda _: next(probes))
+    seen: set[str] = set()
+    encode = CodecPipeline.encode_into
+
+    def note(self: CodecPipeline, src: memoryview, layer: LayerSpec, dst: memoryview) -> int:
+        seen.add(self.text)
+        return encode(self, src, layer, dst)
+
+    monkeypatch.setattr(CodecPipeline, "encode_into", note)
+    with _end(store, SPEC, StreamCodec()) as end:
+        channel = end.connect()
+        sender = LayerSender(channel, SPEC, codec=StreamCodec("auto").link(end.address), max_frame_nbytes=1)
+        sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
+        with end.receiver(deadline_in(10)) as receiver:
+            for layer in range(4):
+                sender.put_layer(layer, kv.put(layer))
+            done = sender.finish(handoff(1), deadline_in(20))
+            receiver.wait(deadline_in(10))
+            _equal(kv)(receiver)
+        channel.close()
+    assert done.stored_blocks == 9
+    assert seen == {"ebp", "split"}
