@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.config import Config, StreamConfig
 from kvferry.core.errors import ConfigError
 from kvferry.engine.local import LocalEngine
@@ -48,6 +50,18 @@ def test_a_lossless_codec_changes_no_token(split: SplitDeployment, model: Path) 
     assert split.status("prefill").stream_codec == f"ebp | {split.addresses['kv']}: ebp: configured"
     assert split.status("decode").stream_codec == "ebp"
     assert "lossy" not in split.prefill.err
+
+
+def test_the_gateway_exports_what_workers_choose(split: SplitDeployment) -> None:
+    split.complete([5, *PROMPT], max_tokens=1)
+    figure = (
+        f'kvferry_stream_codec_chosen{{codec="ebp",link="{split.addresses["kv"]}",'
+        f'worker="{split.addresses["prefill"]}"}} 1.0'
+    )
+    limit = deadline_in(20)
+    while figure not in (text := split.get("/metrics")[1].decode()):  # workers are asked every 2 s
+        assert not is_past(limit), text
+        time.sleep(0.05)
 
 
 def test_a_lossy_codec_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:

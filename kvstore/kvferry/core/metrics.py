@@ -134,6 +134,14 @@ class Metrics:
         self._known[str(definition[0])] = (metric, definition)
         return metric
 
+    def add(self, collector: Collector) -> None:
+        """Families that are made whenever metrics are rendered, of what is counted elsewhere.
+
+        Args:
+            collector: Its names follow the rules of the other methods, and are not taken.
+        """
+        self._registry.register(collector)
+
     def value(self, name: str, **labels: str) -> float | None:
         """The present value of one sample, for tests and status pages; ``None`` if there is none yet.
 

@@ -168,11 +168,15 @@ class StreamCodec:
                     "stream.allow_lossy=true here, or another stream.codec at the sender"
                 )
 
-    def status(self) -> dict[str, str]:
-        """One line a link, by address: what is used and why."""
+    def choices(self) -> dict[str, ChoiceStatus]:
+        """What is used on each link and why, by address."""
         with self._lock:
             links = list(self._links.values())
-        return {link.address: link.status().line() for link in links}
+        return {link.address: link.status() for link in links}
+
+    def status(self) -> dict[str, str]:
+        """The same as one line a link."""
+        return {address: choice.line() for address, choice in self.choices().items()}
 
     def describe(self) -> str:
         """What is configured, and what is used on each link, in one line."""

@@ -13,6 +13,7 @@ import msgspec
 from kvferry.core.errors import ConfigError, KVFerryError
 from kvferry.core.keys import KEY_NBYTES
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.wire.link_status import CodecLink
 from kvferry.wire.spec_check import check_spec
 
 __all__ = [
@@ -420,7 +421,7 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     have brought ``streams_nbytes`` so far. A worker that dials or listens on ``auto`` addresses also sends
     ``choices``, what was chosen for each of them and why, and ``connections``, how many peers are connected
     to its ports by transport.
-    ``stream_codec`` says how streams are encoded, and why.
+    ``stream_codec`` says how streams are encoded, and why; ``codec_links`` has the figures behind it.
     """
 
     role: str
@@ -440,6 +441,7 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     choices: dict[str, str] = {}
     connections: dict[str, Count] = {}
     stream_codec: str = ""
+    codec_links: tuple[CodecLink, ...] = ()
 
 
 # ---- shared memory ---------------------------------------------------------------------------

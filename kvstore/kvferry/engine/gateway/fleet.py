@@ -12,7 +12,8 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError
 from kvferry.engine.gateway.errors import NoWorkerError
 from kvferry.engine.pools import ChannelPools
-from kvferry.wire.messages import Describe, Description
+from kvferry.wire.link_status import CodecLink
+from kvferry.wire.messages import Describe, Description, Status, StatusReport
 
 __all__ = ["Fleet", "Pair", "Worker", "mismatch"]
 
@@ -30,6 +31,7 @@ class Worker:
         self.description: Description | None = None
         self.problem = "not asked yet"
         self.in_flight = 0
+        self.codec_links: tuple[CodecLink, ...] = ()
 
     def __repr__(self) -> str:
         return f"{self.role} worker {self.address}"
@@ -133,6 +135,11 @@ class Fleet:
                 chosen.prefill.in_flight -= 1
                 chosen.decode.in_flight -= 1
 
+    def codec_links(self) -> list[tuple[str, CodecLink]]:
+        """What each prefill worker that is up said last of the links that it sends KV over."""
+        with self._lock:
+            return [(w.address, link) for w in self._workers if w.description for link in w.codec_links]
+
     def suspect(self, worker: Worker) -> None:
         """A request found a worker gone: ask it again now."""
         log.warning("%r does not answer", worker)
@@ -195,8 +202,21 @@ class Fleet:
             log.warning("%r is not usable: %s", worker, problem)
         if description is not None and worker.description is None:
             log.info("%r is up: %s", worker, description.spec.describe())
+        links = self._ask_links(worker) if description is not None else ()
         with self._lock:
-            worker.description, worker.problem = description, problem
+            worker.description, worker.problem, worker.codec_links = description, problem, links
+
+    def _ask_links(self, worker: Worker) -> tuple[CodecLink, ...]:
+        """What it says of the links that it sends KV over; nothing if it does not say."""
+        if worker.role != "prefill":  # who sends chooses
+            return ()
+        deadline = deadline_in(self._connect_timeout_s)
+        try:
+            with self._pools.channel(worker.address, deadline) as channel:
+                return channel.call(Status(), StatusReport, deadline=deadline).codec_links
+        except KVFerryError as error:
+            log.debug("%r gives no status: %s", worker, error)
+            return ()
 
     def _compare(self) -> None:
         """Say once of each pair that does not fit that it is refused."""

@@ -23,6 +23,7 @@ from kvferry.engine.gateway.model import open_model
 from kvferry.engine.gateway.router import Router, TimeLimits
 from kvferry.engine.pools import ChannelPools
 from kvferry.engine.process import StopSignal, print_ready, require_loopback
+from kvferry.streaming.metrics import CodecMetrics
 from kvferry.wire import ChannelOptions
 
 __all__ = ["make_router", "serve"]
@@ -88,9 +89,12 @@ def serve(config: Config, stop: StopSignal) -> None:
     bound = _bind(address)
     router = make_router(config)
     limits = HttpLimits(max_body_nbytes=config.gateway.max_body)
+    metrics = GatewayMetrics()
+    links = router.fleet.codec_links
+    metrics.metrics.add(CodecMetrics(lambda: ((worker, link.address, link) for worker, link in links())))
     server = _Server(
         uvicorn.Config(
-            create_app(router, limits, GatewayMetrics()),
+            create_app(router, limits, metrics),
             log_config=None,
             access_log=False,
             lifespan="off",

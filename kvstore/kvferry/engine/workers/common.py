@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
@@ -30,6 +31,7 @@ from kvferry.streaming import STREAM_CAPABILITIES, STREAM_WINDOWS, StreamCodec, 
 from kvferry.transports import RegionTransport, recent_choices, region_registry
 from kvferry.transports import registry as transports
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
+from kvferry.wire.link_status import CodecCandidate, CodecLink
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
 
 __all__ = [
@@ -92,7 +94,7 @@ class Engine:
         streams: int = 0,
         streams_nbytes: int = 0,
         servers: tuple[ChannelServer, ...] = (),
-        stream_codec: str = "",
+        codec: StreamCodec | None = None,
     ) -> StatusReport:
         """How this worker stands."""
         stats = self.store.stats()
@@ -115,7 +117,8 @@ class Engine:
             streams_nbytes=streams_nbytes,
             choices=choices,
             connections=dict(connections) if choices else {},
-            stream_codec=stream_codec,
+            stream_codec="" if codec is None else codec.describe(),
+            codec_links=() if codec is None else _codec_links(codec),
         )
 
     def use_threads(self) -> None:
@@ -140,6 +143,19 @@ class Engine:
         key = namespace.keys([0] * self.kv.block_tokens)
         with contextlib.suppress(CapacityError):  # too small for a block: requests will say so
             namespace.reserve(key, parent=None, deadline=deadline_in(_WARM_UP_TIMEOUT_S)).abort()
+
+
+def _codec_links(codec: StreamCodec) -> tuple[CodecLink, ...]:
+    return tuple(
+        CodecLink(
+            address=address,
+            chosen=choice.chosen,
+            link_rate=choice.link_rate,
+            switches=choice.switches,
+            candidates=tuple(CodecCandidate(**dataclasses.asdict(one)) for one in choice.candidates),
+        )
+        for address, choice in codec.choices().items()
+    )
 
 
 def load_engine(config: Config) -> Engine:

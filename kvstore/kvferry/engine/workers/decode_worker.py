@@ -156,7 +156,7 @@ class DecodeWorker:
             streams_nbytes=self._streams.received_nbytes(),
             draining=self._draining,
             servers=(self._server, self._kv_server),
-            stream_codec=self._codec.describe(),
+            codec=self._codec,
         )
         answer(channel, incoming, report)
 

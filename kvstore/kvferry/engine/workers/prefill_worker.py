@@ -133,7 +133,7 @@ class PrefillWorker:
             waiting=self._admission.waiting,
             draining=self._draining,
             servers=(self._server,),
-            stream_codec=self._codec.describe(),
+            codec=self._codec,
         )
         answer(channel, incoming, report)
 
