@@ -52,6 +52,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "gateway": CommandEntry("kvferry.cli.engine:gateway", "Run the HTTP gateway over the workers.", "engine"),
     "prefill": CommandEntry("kvferry.cli.engine:prefill", "Run a prefill worker.", "engine"),
     "decode": CommandEntry("kvferry.cli.engine:decode", "Run a decode worker.", "engine"),
+    "serve": CommandEntry("kvferry.cli.serve:serve", "Run the cache daemon of this node."),
     "inspect": CommandEntry("kvferry.cli.inspect:inspect", "Show, verify or mend what a disk tier holds."),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }

@@ -397,6 +397,18 @@ class ArenaMap:
         """Whether ``slot`` has not been freed since it was handed out."""
         return self._segment(slot).generation(slot.offset) == slot.generation
 
+    def first_stale_words(self, words: Sequence[int]) -> int | None:
+        """As :meth:`is_current` for many slots: the index of the first that was freed since, if any.
+
+        Args:
+            words: Segment, offset and generation of each.
+        """
+        segments = self._segments
+        for at in range(0, len(words), 3):
+            if segments[words[at]].generations[words[at + 1] // PAGE_NBYTES] != words[at + 2]:
+                return at // 3
+        return None
+
     def close(self) -> None:
         """Forget the mappings; the memory goes with the last view."""
         for segment in self._segments.values():

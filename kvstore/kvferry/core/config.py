@@ -19,6 +19,7 @@ from kvferry.core.trusted_peers import TrustedPeers
 
 __all__ = [
     "Config",
+    "DaemonConfig",
     "DecodeConfig",
     "GatewayConfig",
     "KVConfig",
@@ -292,6 +293,39 @@ class GatewayConfig(Section):
     )
 
 
+class DaemonConfig(Section):
+    """The cache daemon of a node; its blocks are in the section ``store``."""
+
+    listen: Annotated[tuple[str, ...] | None, Url(8450)] = Field(
+        default=("tcp://127.0.0.1:8450",),
+        min_length=1,
+        max_length=16,
+        description="Where it takes clients, beside its socket.",
+    )
+    socket: str = Field(
+        default="auto",
+        min_length=1,
+        max_length=107,
+        description="Path of its socket for this machine: auto (in $XDG_RUNTIME_DIR/kvferry), or none.",
+    )
+    arena: Literal["shared", "copy"] = Field(
+        default="shared",
+        description="Whether clients of this machine write blocks into its memory, or only read there.",
+    )
+    disk: str = Field(
+        default="auto",
+        min_length=1,
+        max_length=4096,
+        description="Folder of a disk tier where store.tiers is empty: auto (in the cache folder), or none.",
+    )
+    disk_capacity: Nbytes = Field(
+        default=16 * _GIB, ge=1 * _MIB, le=1024 * _TIB, description="What daemon.disk may take."
+    )
+    drain: Seconds = Field(
+        default=10.0, ge=0.1, le=3600, description="For what is under way to end when it is stopped."
+    )
+
+
 class Config(Section):
     """The whole tree: one section a part."""
 
@@ -304,3 +338,4 @@ class Config(Section):
     prefill: PrefillConfig = Field(default_factory=PrefillConfig)
     decode: DecodeConfig = Field(default_factory=DecodeConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    daemon: DaemonConfig = Field(default_factory=DaemonConfig)

@@ -30,6 +30,7 @@ __all__ = [
     "TierError",
     "TransferTimeoutError",
     "TransportError",
+    "UnavailableError",
     "UnknownPluginError",
     "UnsupportedModelError",
     "error_from_code",
@@ -162,6 +163,12 @@ class CapacityError(StoreError):
 
     code = "capacity"
     retryable = True
+
+
+class UnavailableError(CapacityError):
+    """The store cannot be reached now; nothing was stored. It is tried again in the background."""
+
+    code = "unavailable"
 
 
 class LeaseExpiredError(StoreError):

@@ -49,6 +49,7 @@ class MemoryStore:
         session: Owner of the leases taken through the store itself; one of its own if not given.
         eviction: Makes the policy of what is evicted first, from the capacity in bytes.
         placement: Where the memory comes from.
+        shared: Other processes of the tenant may map the memory writable; see :class:`Arena`.
 
     Raises:
         ConfigError: If the capacity is above available memory, or a value cannot be used.
@@ -64,6 +65,7 @@ class MemoryStore:
         session: Session | None = None,
         eviction: Callable[[int], EvictionPolicy] = LRUPolicy,
         placement: Placement = ANYWHERE,
+        shared: bool = True,
     ) -> None:
         check_tenant(tenant)
         require_number("lease_s", lease_s, above=0)
@@ -73,7 +75,7 @@ class MemoryStore:
             raise ConfigError(f"eviction is {eviction!r}, must make a policy from a capacity in bytes")
         self.tenant = tenant
         self.lease_s = lease_s
-        self.arena = Arena(capacity_nbytes, tenant=tenant, placement=placement)
+        self.arena = Arena(capacity_nbytes, tenant=tenant, placement=placement, shared=shared)
         self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
         self._lock = threading.Lock()
         self._cond = QuietCondition(self._lock)
@@ -235,6 +237,16 @@ class MemoryStore:
             if lease.state is not LeaseState.ENDED:
                 self._pool.abort(lease, "it was aborted")
                 self._cond.notify_all()
+
+    def quarantine_write(self, lease: SlotWriteLease) -> None:
+        """End an active write lease whose holder is done, but says that others still write into its slots.
+
+        They are used again after :meth:`abort_write`, or when the processes of its session are gone.
+        """
+        with self._lock:
+            self._count_expired()
+            self._pool.expire_write(lease, "it was aborted while others write; its slots are in quarantine")
+            self._cond.notify_all()
 
     def begin_writing(self, lease: SlotWriteLease) -> None:
         """See :meth:`SlotWriteLease.writing`."""

@@ -171,7 +171,7 @@ class BlockPool(BlockTable):
         """
         lease.writings -= 1
         over = lease.state is LeaseState.ENDED or (
-            lease.state is LeaseState.EXPIRED and (lease.session.pid is None or lease.session.writers_gone)
+            lease.state is LeaseState.EXPIRED and (not lease.session.watches or lease.session.writers_gone)
         )
         if over and not lease.writings:
             self._free_write(lease)
@@ -249,7 +249,7 @@ class BlockPool(BlockTable):
         times = [t for t in (self.reads.next_deadline(), self.writes.next_deadline()) if t is not None]
         if self._pins:
             times.append(self._pins[0][0])
-        if any(s.pid is not None for s in [*self.reads.sessions(), *self.writes.sessions()]):
+        if any(s.watches for s in [*self.reads.sessions(), *self.writes.sessions()]):
             times.append(now + 0.05)  # no condition variable tells of another process's end
         return min(times, default=None)
 

@@ -34,8 +34,8 @@ class SessionStore:
         return self.store.find_lease(lease_id, self.session)
 
     def poll(self) -> list[Completion]:
-        """See :meth:`MemoryStore.poll`."""
-        return self.store.poll()
+        """What ended in the background for this session since the last call."""
+        return self.session.take_completions()
 
     def flush(self, *, deadline: float) -> bool:
         """See :meth:`MemoryStore.flush`."""

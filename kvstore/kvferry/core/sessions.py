@@ -6,24 +6,33 @@ import os
 import select
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable
+from typing import Final
 
+from kvferry.core.blockstore import Completion
 from kvferry.core.errors import StoreError
 
 __all__ = ["Session"]
+
+_COMPLETIONS: Final = 4096
 
 
 class Session:
     """Who holds leases. Thread safe.
 
-    A session ends when :meth:`end` is called (its last connection is gone) or when its process is
-    gone; its leases end with it. With a ``pid`` only the end of that process proves that nobody
-    writes into its slots any more, so :meth:`end` alone leaves those in quarantine; without one the
-    writers are threads of this process, and :meth:`end` says that they are done.
+    A session ends when :meth:`end` is called (its last connection is gone) or when the process that it was
+    made with is gone; its leases end with it. Once a process is watched, only the end of all that are proves
+    that nobody writes into its slots any more, so :meth:`end` alone leaves those in quarantine; without one
+    the writers are threads of this process, and :meth:`end` says that they are done.
 
     Args:
         name: For messages and metrics.
-        pid: Process to watch. Take it from the kernel (``SO_PEERCRED``), not from the client's word.
+        pid: Process that the session is, and that is watched. Take it from the kernel (``SO_PEERCRED``), not
+            from the client's word.
+
+    Attributes:
+        completions: What ended in the background for this session, for ``poll``.
 
     Raises:
         StoreError: If there is no such process.
@@ -33,20 +42,41 @@ class Session:
         self.name = name
         self.session_id = uuid.uuid4().hex
         self.pid = pid
+        self.completions: deque[Completion] = deque(maxlen=_COMPLETIONS)
         self._lock = threading.Lock()
         self._ended = False
-        self._process_gone = False
         self._listeners: list[Callable[[], None]] = []
-        self._pidfd = -1
+        self._watched: dict[int, int] = {}  # process id to its descriptor, -1 once it is gone
         if pid is not None:
-            try:
-                self._pidfd = os.pidfd_open(pid)
-            except ProcessLookupError as error:
-                raise StoreError(f"session {name}: there is no process {pid}") from error
+            self.watch(pid)
 
     def __repr__(self) -> str:
         watched = "" if self.pid is None else f", pid={self.pid}"
         return f"Session({self.name!r}{watched})"
+
+    def watch(self, pid: int) -> None:
+        """Another process of the session, which may write into its slots until it is gone.
+
+        Raises:
+            StoreError: If there is no such process.
+        """
+        try:
+            descriptor = os.pidfd_open(pid)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"session {self.name}: there is no process {pid}") from error
+        with self._lock:
+            known = self._watched.get(pid, -1)
+            if known >= 0 and not _is_gone(known):
+                os.close(descriptor)
+                return
+            if known >= 0:
+                os.close(known)
+            self._watched[pid] = descriptor
+
+    @property
+    def watches(self) -> bool:
+        """Whether the end of a process matters."""
+        return bool(self._watched)
 
     @property
     def ended(self) -> bool:
@@ -57,16 +87,13 @@ class Session:
     def writers_gone(self) -> bool:
         """Whether nobody of the session can write into a slot any more."""
         with self._lock:
-            if self.pid is None:
+            if not self._watched:
                 return self._ended
-            if not self._process_gone and self._pidfd >= 0:
-                poll = select.poll()
-                poll.register(self._pidfd, select.POLLIN)
-                if poll.poll(0):
-                    self._process_gone = True
-                    os.close(self._pidfd)
-                    self._pidfd = -1
-            return self._process_gone
+            for pid, descriptor in self._watched.items():
+                if descriptor >= 0 and _is_gone(descriptor):
+                    os.close(descriptor)
+                    self._watched[pid] = -1
+            return all(descriptor < 0 for descriptor in self._watched.values())
 
     def end(self) -> None:
         """End the session and its leases in every store; a second call does nothing."""
@@ -86,6 +113,20 @@ class Session:
                 return
         listener()
 
+    def take_completions(self) -> list[Completion]:
+        """What ended since the last call."""
+        found: list[Completion] = []
+        while self.completions:
+            found.append(self.completions.popleft())
+        return found
+
     def __del__(self) -> None:
-        if getattr(self, "_pidfd", -1) >= 0:
-            os.close(self._pidfd)
+        for descriptor in getattr(self, "_watched", {}).values():
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _is_gone(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))

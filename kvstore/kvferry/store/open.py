@@ -22,7 +22,7 @@ __all__ = ["open_store"]
 
 
 def open_store(
-    config: StoreConfig, *, tenant: str = "default", session: Session | None = None
+    config: StoreConfig, *, tenant: str = "default", session: Session | None = None, shared: bool = True
 ) -> TieredStore:
     """The store that ``config`` describes, with its tiers and policies.
 
@@ -30,6 +30,7 @@ def open_store(
         config: The ``store`` section.
         tenant: Whose KV it holds; 1 to 120 bytes of UTF-8.
         session: See :class:`~kvferry.core.memory.MemoryStore`.
+        shared: See :class:`~kvferry.core.memory.MemoryStore`.
 
     Raises:
         ConfigError: If a plug-in is not known or a value cannot be used; nothing stays open.
@@ -42,6 +43,7 @@ def open_store(
         prefetch_jobs=config.prefetch_jobs,
         close_s=config.close_timeout,
         placement=Placement(hugepages=config.hugepages, numa_node=config.numa_node),
+        shared=shared,
     )
     tiers: list[tuple[Tier, LevelOptions]] = []
     try:

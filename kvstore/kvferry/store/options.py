@@ -27,6 +27,7 @@ class StoreOptions:
         remove_s: Seconds that ``remove`` and ``clear`` wait for slower tiers in all. What is not gone by then
             goes in the background, and nobody sees it meanwhile.
         placement: Where the memory comes from.
+        shared: Other processes of the tenant may map the memory writable.
     """
 
     watermarks: tuple[float, float] | None = None
@@ -36,6 +37,7 @@ class StoreOptions:
     close_s: float = 10.0
     remove_s: float = 5.0
     placement: Placement = ANYWHERE
+    shared: bool = True
 
     def __post_init__(self) -> None:
         if self.watermarks is not None:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +36,6 @@ __all__ = ["StoreOptions", "TieredStore"]
 _LOG = logging.getLogger(__name__)
 _REMOVE_BATCH = 1024
 _CLOSE_LAST_S = 1.0
-_COMPLETIONS = 4096
 _DEFAULTS = StoreOptions()
 
 
@@ -103,7 +101,7 @@ class TieredStore(MemoryStore):
                 raise ConfigError(f"tiers need different names, got {names}")
             super().__init__(
                 capacity_nbytes, tenant=tenant, lease_s=lease_s, write_quota_nbytes=write_quota_nbytes,
-                session=session, eviction=eviction, placement=options.placement,
+                session=session, eviction=eviction, placement=options.placement, shared=options.shared,
             )  # fmt: skip
             self.levels = [Level(tier, number, given) for number, (tier, given) in enumerate(pairs)]
         except BaseException:
@@ -112,7 +110,6 @@ class TieredStore(MemoryStore):
             raise
         self.options = options
         self._spaces: dict[bytes, TierNamespace] = {}
-        self._completions: deque[Completion] = deque(maxlen=_COMPLETIONS)
         self._workers: Workers | None = None
         self._numbers = itertools.count()
         self._prefetching = 0
@@ -134,10 +131,7 @@ class TieredStore(MemoryStore):
     def poll(self) -> list[Completion]:
         """What ended in the background since the last call: prefetches."""
         super().poll()
-        found: list[Completion] = []
-        while self._completions:
-            found.append(self._completions.popleft())
-        return found
+        return self.session.take_completions()
 
     def flush(self, *, deadline: float) -> bool:
         """Wait until everything committed has reached its slower tiers and is durable there.
@@ -338,7 +332,8 @@ class TieredStore(MemoryStore):
             nbytes, seconds = count * namespace.spec.block_nbytes, time.monotonic() - started
             failed = tuple(range(count, len(keys)))
             job = f"prefetch-{next(self._numbers)}"
-            self._completions.append(Completion(job, "prefetch", not failed, nbytes, seconds, failed))
+            done = Completion(job, "prefetch", not failed, nbytes, seconds, failed)
+            namespace.session.completions.append(done)
 
     def _pin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], until: float) -> int:
         keys = list(dict.fromkeys(keys))

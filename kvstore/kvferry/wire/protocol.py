@@ -27,6 +27,7 @@ from kvferry.wire.agreement import (
     Versions,
     negotiate,
 )
+from kvferry.wire.daemon_messages import DaemonMessage
 from kvferry.wire.messages import AnyMessage, Message
 from kvferry.wire.printable import magic_hint, printable
 from kvferry.wire.tables import (
@@ -77,7 +78,7 @@ HEADER_NBYTES: Final = _HEADER.size
 TRAILER_NBYTES: Final = _TRAILER.size
 
 # Over the union, not per class: only so is the tag required and compared.
-_DECODER: Final = msgspec.msgpack.Decoder(AnyMessage)
+_DECODER: Final = msgspec.msgpack.Decoder(AnyMessage | DaemonMessage)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 

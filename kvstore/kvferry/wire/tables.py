@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from kvferry.wire import daemon_messages as d
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Message
 
@@ -57,13 +58,39 @@ TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
         m.StatusReport: 42,
         m.AttachArena: 48,
         m.ArenaSegments: 49,
+        d.OpenNamespace: 64,
+        d.NamespaceOpened: 65,
+        d.LookupBlocks: 66,
+        d.LookedUp: 67,
+        d.LoadBlocks: 68,
+        d.Loaded: 69,
+        d.ReserveBlocks: 70,
+        d.Reserved: 71,
+        d.CommitBlocks: 72,
+        d.SaveBlocks: 73,
+        d.Stored: 74,
+        d.EndLeases: 75,
+        d.QuarantineLease: 76,
+        d.RenewLease: 77,
+        d.LeaseRenewed: 78,
+        d.FindLease: 79,
+        d.FoundLease: 80,
+        d.BlockVerb: 81,
+        d.FlushStore: 82,
+        d.Done: 83,
+        d.GetStats: 84,
+        d.StoreStats: 85,
+        d.PollStore: 86,
+        d.Completions: 87,
     }
 )
 NUMBERS: Final[dict[type[Message], int]] = dict(TYPE_NUMBERS)  # asked for every frame: faster than the proxy
 TYPES: Final[dict[int, type[Message]]] = {number: cls for cls, number in TYPE_NUMBERS.items()}
 NAMES: Final[Mapping[type[Message], str]] = {cls: str(cls.__struct_config__.tag) for cls in TYPE_NUMBERS}
 
-PAYLOAD_TYPES: Final[frozenset[type[Message]]] = frozenset({m.PutLayer, m.PutEncoded, m.Prefill})
+PAYLOAD_TYPES: Final[frozenset[type[Message]]] = frozenset(
+    {m.PutLayer, m.PutEncoded, m.Prefill, d.Loaded, d.FoundLease, d.CommitBlocks, d.SaveBlocks}
+)
 """Messages whose frame may have a payload; in any other frame one is refused unread."""
 DESCRIPTOR_TYPES: Final[frozenset[type[Message]]] = frozenset({m.ArenaSegments})
 """Messages behind whose frame descriptors may come, where the connection can pass them. Servers send them."""

@@ -11,8 +11,8 @@ from kvferry.core.config_types import Url
 from kvferry.core.errors import ConfigError
 
 RANKS = 8
-# C154: what kvferry's components listen on by default; the two that come with the cache daemon included
-PLANNED = {8450: "daemon", 8451: "the daemon's HTTP"}
+# C154: what kvferry's components listen on by default; that of the cache daemon's HTTP included
+PLANNED = {8451: "the daemon's HTTP"}
 
 
 def _urls() -> dict[str, Url]:
@@ -25,7 +25,7 @@ def _urls() -> dict[str, Url]:
 def test_all_options_are_found() -> None:
     assert set(_urls()) == {
         "prefill.listen", "decode.listen", "decode.kv_listen", "gateway.listen", "gateway.prefill",
-        "gateway.decode",
+        "gateway.decode", "daemon.listen",
     }  # fmt: skip
 
 
@@ -69,8 +69,10 @@ def test_forms_of_c152_are_read(key: str, text: str, host: str, port: int | None
     ],
 )
 def test_forms_of_c152_are_refused_with_the_reason(key: str, text: str, reason: str) -> None:
-    if key == "decode.kv_listen" and not text:
-        assert load_config(assignments=[f"{key}="]).config.decode.kv_listen is None  # it may be left out
+    if key in ("decode.kv_listen", "daemon.listen") and not text:
+        section, name = key.split(".")
+        found = load_config(assignments=[f"{key}="]).config
+        assert getattr(getattr(found, section), name) is None  # it may be left out
         return
     with pytest.raises(ConfigError, match=reason) as caught:
         load_config(assignments=[f"{key}={text}"])
@@ -86,5 +88,7 @@ def test_default_ports_are_apart_for_eight_ranks() -> None:
         for rank in range(ranks):
             assert base + rank not in taken, f"{name} {rank} and {taken[base + rank]} share {base + rank}"
             taken[base + rank] = f"{name} {rank}"
+    assert config.daemon.listen == ("tcp://127.0.0.1:8450",)
+    assert 8450 not in taken
     assert config.decode.kv_listen is None  # a free one, which the worker names
     assert len(taken) == 1 + 2 * RANKS + len(PLANNED)

@@ -82,8 +82,9 @@ def _plan(field: FieldInfo, kind: object) -> Plan:
         )
     if get_origin(kind) is tuple:
         assert url is not None
+        left_out = type(None) in get_args(field.annotation)
         value = (f"{url.default_scheme}://a:1", f"{url.default_scheme}://b:{url.default_port}")
-        return Plan([Example("a:1, b", '["a:1", "b"]', value)], ["", "a:99999"])
+        return Plan([Example("a:1, b", '["a:1", "b"]', value)], ["a:99999", *([] if left_out else [""])])
     if url is not None:
         good = f"{url.default_scheme}://host9:5"
         return Plan([Example("host9:5", '"host9:5"', good)], ["host:99999", "[::1"])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.spec import KVSpec
 from kvferry.wire import messages as m
+from kvferry.wire.daemon_messages import DaemonMessage
 from kvferry.wire.messages import AnyMessage, Message
 from kvferry.wire.protocol import (
     HEADER_NBYTES,
@@ -79,7 +80,7 @@ def test_header_layout_is_the_documented_one(wire: Any) -> None:
 
 
 def test_table_of_numbers_covers_exactly_the_messages() -> None:
-    assert set(TYPE_NUMBERS) == set(get_args(AnyMessage))
+    assert set(TYPE_NUMBERS) == {*get_args(AnyMessage), *get_args(DaemonMessage)}
     assert len(set(TYPE_NUMBERS.values())) == len(TYPE_NUMBERS)
     assert set(TYPE_NUMBERS) >= PAYLOAD_TYPES
 

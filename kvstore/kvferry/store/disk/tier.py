@@ -13,7 +13,13 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import KEY_NBYTES, BlockKey
 from kvferry.store.disk.batches import (
-    READ_COUNTERS, WRITE_COUNTERS, Missing, collect, placed, require_block, share_of,
+    READ_COUNTERS,
+    WRITE_COUNTERS,
+    Missing,
+    collect,
+    placed,
+    require_block,
+    share_of,
 )  # fmt: skip
 from kvferry.store.disk.blocks import BlockReader
 from kvferry.store.disk.files import Files, reason_of

@@ -7,13 +7,13 @@ import os
 import secrets
 import socket
 import stat
-import tempfile
 import time
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from kvferry.core.errors import ConnectError
+from kvferry.core.runtime_folder import runtime_folder
 
 __all__ = ["host_identity", "socket_path"]
 
@@ -45,29 +45,14 @@ def socket_path() -> str:
     Raises:
         ConnectError: If there is no such folder; with the remedy.
     """
-    folder = _runtime_folder()
+    folder = runtime_folder()
+    _sweep(folder)
     path = str(folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
     if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
         raise ConnectError(
             f"the folder {folder} is too long for a socket: set XDG_RUNTIME_DIR to a shorter one"
         )
     return path
-
-
-def _runtime_folder() -> Path:
-    given = os.environ.get("XDG_RUNTIME_DIR", "")
-    own = f"kvferry-{os.geteuid()}"
-    folder = Path(given) / "kvferry" if Path(given).is_absolute() else Path(tempfile.gettempdir()) / own
-    remedy = "set XDG_RUNTIME_DIR to a folder of your own"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise ConnectError(f"the folder {folder} cannot be made: {error.strerror}; {remedy}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConnectError(f"{folder} is not a folder that only uid {os.geteuid()} may use; {remedy}")
-    _sweep(folder)
-    return folder
 
 
 def _sweep(folder: Path) -> None:

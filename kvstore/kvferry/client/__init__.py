@@ -1,0 +1,16 @@
+"""Clients of the cache daemon: :class:`Client` blocks, :class:`AsyncClient` is the same for asyncio."""
+
+from kvferry.client.client import Client, default_url
+from kvferry.client.leases import ClientReadLease, ClientWriteLease
+from kvferry.client.namespace import ClientNamespace
+from kvferry.client.options import ClientCounters, ClientOptions
+
+__all__ = [
+    "Client",
+    "ClientCounters",
+    "ClientNamespace",
+    "ClientOptions",
+    "ClientReadLease",
+    "ClientWriteLease",
+    "default_url",
+]

@@ -1,0 +1,202 @@
+"""The blocking client of the cache daemon: a ``BlockStore`` whose blocks are kept by another process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import Final
+
+from kvferry.client.leases import ClientReadLease, ClientWriteLease
+from kvferry.client.link import GRACE_S, Link
+from kvferry.client.namespace import ClientNamespace
+from kvferry.client.options import ClientCounters, ClientOptions
+from kvferry.core.blockstore import Completion, Stats
+from kvferry.core.clock import checked_deadline, deadline_in
+from kvferry.core.errors import (
+    KVFerryError,
+    LeaseExpiredError,
+    OverloadedError,
+    TransportError,
+    UnavailableError,
+)
+from kvferry.core.keys import BlockKey, split_keys
+from kvferry.core.runtime_folder import daemon_socket
+from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.wire import daemon_messages as d
+
+__all__ = ["Client", "default_url"]
+
+_DEFAULT_SCOPE = KeyScope()
+_DEFAULT_OPTIONS: Final = ClientOptions()
+_AWAY: Final = (TransportError, UnavailableError, OverloadedError)
+_POLL_PAUSE_S: Final = 0.02
+_PREFETCH_S: Final = 90.0  # longer than any prefetch
+
+
+def default_url() -> str:
+    """Where a daemon of this user and machine listens if nothing else is said."""
+    return f"unix://{daemon_socket()}"
+
+
+class Client:
+    """The blocks of a cache daemon. Thread safe; a :class:`kvferry.core.blockstore.BlockStore`.
+
+    On the daemon's machine, over ``unix``, loads are views of its memory and saves are written there; else
+    bytes go over the connection. It connects by itself, also again. While the daemon is away lookups and
+    loads miss and saves are refused, at once; nothing from before its restart is ever taken for valid.
+
+    Args:
+        url: Where the daemon is; the socket of this user's own if not given.
+        options: See :class:`ClientOptions`.
+        session: Short for ``options.session``.
+
+    Attributes:
+        link: Its connections.
+
+    Raises:
+        ConfigError: If the address or an option cannot be used. A daemon that cannot be reached is no error.
+        AuthError: If the daemon refuses the credential.
+        ProtocolError: If something else answers at the address.
+    """
+
+    def __init__(
+        self, url: str | None = None, options: ClientOptions = _DEFAULT_OPTIONS, *, session: str = ""
+    ) -> None:
+        if session:
+            options = replace(options, session=session)
+        self.link = Link(url if url is not None else default_url(), options)
+        self._prefetched_at = 0.0
+        self._prefetches = 0
+        self._polled_at = 0.0
+        try:
+            self.link.connect(deadline_in(options.connect_timeout_s))
+        except UnavailableError as error:
+            cause = error.__cause__
+            if isinstance(cause, KVFerryError) and not cause.retryable:
+                self.link.close()
+                raise cause from None
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.link.url}>"
+
+    @property
+    def url(self) -> str:
+        """Where its daemon is."""
+        return self.link.url
+
+    @property
+    def session(self) -> str:
+        """Name of its session; a client of another process made with the same one shares its leases."""
+        return self.link.session
+
+    @property
+    def counters(self) -> ClientCounters:
+        """What it has counted of itself."""
+        return replace(self.link.counters)
+
+    @property
+    def away(self) -> str:
+        """Why the daemon cannot be reached; empty if it can."""
+        return self.link.away
+
+    def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> ClientNamespace:
+        """The namespace of ``spec`` and ``scope``; nothing is asked before its first call.
+
+        A daemon that understands the spec otherwise refuses it there (:class:`SpecMismatchError`).
+        """
+        return ClientNamespace(self, spec, scope)
+
+    def find_lease(self, lease_id: str) -> ClientReadLease | ClientWriteLease | None:
+        """The lease of that id, taken by another process of the session; ``None`` if it has ended.
+
+        Raises:
+            UnavailableError: If the daemon is away.
+        """
+        deadline = deadline_in(self.link.options.call_timeout_s)
+        number = int(lease_id, 16)
+        with self.link.line(deadline) as line:
+            inline = not line.shares
+            request = d.FindLease(
+                lease=number, inline=inline, ended=line.take_ended(), abandoned=line.take_abandoned()
+            )
+            try:
+                incoming = line.ask(request, d.FoundLease, deadline)
+            except LeaseExpiredError:
+                return None
+            found = incoming.message
+            assert isinstance(found, d.FoundLease)
+            if found.spec is None:
+                raise line.wrong("a lease without a spec")
+            keys: tuple[BlockKey, ...] = tuple(split_keys(found.keys))
+            namespace = self.namespace(found.spec)
+            blocks = namespace.take_found(line, incoming, found, len(keys), deadline)
+            kind = ClientReadLease if found.kind == "read" else ClientWriteLease
+            return kind(
+                self.link, found.spec, keys, number=number, epoch=line.epoch, blocks=blocks,
+                expires_at=line.local(found.expires_at), found=True,
+            )  # fmt: skip
+
+    def prefetching(self, epoch: str) -> None:
+        """A prefetch was asked for, whose end :meth:`poll` reports."""
+        del epoch
+        self._prefetches += 1
+        self._prefetched_at = time.monotonic()
+
+    def poll(self) -> list[Completion]:
+        """What ended in the background since the last call: prefetches. Asks nobody while there are none."""
+        if not self._prefetches:
+            return []
+        now = time.monotonic()
+        if now - self._polled_at < _POLL_PAUSE_S:
+            return []
+        self._polled_at = now
+        if now - self._prefetched_at > _PREFETCH_S:
+            self._prefetches = 0
+        deadline = deadline_in(self.link.options.call_timeout_s)
+        try:
+            with self.link.line(deadline) as line:
+                request = d.PollStore(ended=line.take_ended(), abandoned=line.take_abandoned())
+                found = list(line.call(request, d.Completions, deadline).completions)
+        except _AWAY:
+            self._prefetches = 0  # whoever comes back does not know of them
+            return []
+        self._prefetches = max(0, self._prefetches - len(found))
+        return found
+
+    def flush(self, *, deadline: float) -> bool:
+        """Wait until everything committed has reached its slower tiers; ``False`` if not, or it is away."""
+        limit = max(checked_deadline(deadline), time.monotonic() + GRACE_S)
+        try:
+            with self.link.line(limit) as line:
+                left = limit - time.monotonic()
+                request = d.FlushStore(
+                    timeout_s=max(0.0, left - min(0.05, left / 2)),
+                    ended=line.take_ended(),
+                    abandoned=line.take_abandoned(),
+                )
+                return bool(line.call(request, d.Done, limit).count)
+        except _AWAY:
+            return False
+
+    def stats(self) -> Stats:
+        """Counters and gauges of the tenant's store; zeros while the daemon is away."""
+        deadline = deadline_in(self.link.options.call_timeout_s)
+        try:
+            with self.link.line(deadline) as line:
+                request = d.GetStats(ended=line.take_ended(), abandoned=line.take_abandoned())
+                return line.call(request, d.StoreStats, deadline).stats
+        except _AWAY:
+            return Stats()
+
+    def close(self) -> None:
+        """End its leases and connections; the blocks stay. A second call does nothing."""
+        self.link.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

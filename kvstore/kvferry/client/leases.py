@@ -1,0 +1,373 @@
+"""Leases as a client has them: views of the daemon's memory, or of memory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.core.arena import ArenaMap, Slot
+from kvferry.core.buffers import PAGE_NBYTES
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import KVFerryError, LeaseExpiredError, StoreError, TransportError, UnavailableError
+from kvferry.core.keys import BlockKey
+from kvferry.core.spec import KVSpec
+from kvferry.core.streaming_copy import stream_into
+from kvferry.wire import daemon_messages as d
+
+if TYPE_CHECKING:
+    from kvferry.client.link import Link
+
+__all__ = ["ClientReadLease", "ClientWriteLease", "MappedBlocks", "OwnBlocks"]
+
+log = logging.getLogger(__name__)
+
+_NEVER = float("inf")
+
+
+class MappedBlocks:
+    """Blocks in the mapped memory of the daemon.
+
+    Args:
+        arena: The map that holds all of the slots.
+        slots: As they came: segment, offset and generation of each, as little-endian u64.
+        block_nbytes: Bytes of each.
+    """
+
+    __slots__ = ("_arena", "_block_nbytes", "_words")
+
+    def __init__(self, arena: ArenaMap, slots: bytes, block_nbytes: int) -> None:
+        self._arena = arena
+        self._words: Sequence[int] = np.frombuffer(slots, "<u8").tolist()
+        self._block_nbytes = block_nbytes
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of one."""
+        segment, offset, generation = self._words[3 * index : 3 * index + 3]
+        return self._arena.view(Slot(segment, offset, self._block_nbytes, generation))
+
+    def stale(self) -> int | None:
+        """The first whose slot was freed since."""
+        return self._arena.first_stale_words(self._words)
+
+
+class OwnBlocks:
+    """Blocks in memory of this process, one behind the other, each on a page."""
+
+    __slots__ = ("_block_nbytes", "_memory", "_step")
+
+    def __init__(self, memory: memoryview, block_nbytes: int) -> None:
+        self._memory = memory
+        self._block_nbytes = block_nbytes
+        self._step = self.step(block_nbytes)
+
+    @staticmethod
+    def step(block_nbytes: int) -> int:
+        """Bytes from one block to the next."""
+        return -(-block_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of one."""
+        start = index * self._step
+        return self._memory[start : start + self._block_nbytes]
+
+    def views(self, count: int) -> list[memoryview]:
+        """The first ``count``, as few views as there can be."""
+        if self._step == self._block_nbytes:
+            return [self._memory[: count * self._step]]
+        return [self.view(index) for index in range(count)]
+
+    def stale(self) -> int | None:
+        """None: nobody else has this memory."""
+        return None
+
+
+class _ClientLease:
+    """What both kinds share. Thread safe.
+
+    Attributes:
+        number: What the daemon knows it by.
+        expires_at: On this process's clock, not later than the daemon's own end of it.
+    """
+
+    kind = ""
+
+    def __init__(
+        self, link: Link, spec: KVSpec, keys: tuple[BlockKey, ...], *, number: int = 0, epoch: str = "",
+        blocks: MappedBlocks | OwnBlocks | None = None, expires_at: float = _NEVER, found: bool = False,
+    ) -> None:  # fmt: skip
+        self._link = link
+        self.spec = spec
+        self.keys = keys
+        self.number = number
+        self.epoch = epoch
+        self.expires_at = expires_at if keys else _NEVER
+        self._blocks = blocks
+        self._lock = threading.Lock()
+        self._over = ""
+        self._found = found  # taken by another process: that one ends it if nobody else does
+        if keys and not found:
+            link.leases[number] = self
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} lease {self.lease_id} of {len(self)} blocks at {self._link.url}>"
+
+    @property
+    def lease_id(self) -> str:
+        """Identity that can be pickled; :meth:`Client.find_lease` of another process resolves it."""
+        return f"{self.number:x}"
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of block ``index``; see :class:`kvferry.core.blockstore.Lease`."""
+        self._require_active()
+        if self._blocks is None or not -len(self) <= index < len(self):
+            raise IndexError(f"{self!r} has no block {index}")
+        return self._blocks.view(index % len(self))
+
+    def layer(self, index: int, layer: int) -> memoryview:
+        """The layer slice ``layer`` of block ``index``."""
+        return self.view(index)[self.spec.layer_slice(layer)]
+
+    def renew(self) -> None:
+        """Move the deadline to a whole lease length from now.
+
+        Raises:
+            LeaseExpiredError: If it is past its deadline, has ended, or the daemon cannot be reached or was
+                restarted.
+        """
+        self._require_active()
+        if not self.keys:
+            return
+        deadline = deadline_in(self._link.options.call_timeout_s)
+        try:
+            with self._link.line(deadline, epoch=self.epoch) as line:
+                request = d.RenewLease(
+                    lease=self.number, ended=line.take_ended(), abandoned=line.take_abandoned()
+                )
+                answer = line.call(request, d.LeaseRenewed, deadline)
+                self.expires_at = max(self.expires_at, line.local(answer.expires_at))
+        except (TransportError, UnavailableError) as error:
+            raise LeaseExpiredError(f"{self!r} cannot be renewed: {error}") from error
+
+    def _require_active(self) -> None:
+        if self._over:
+            raise LeaseExpiredError(f"{self.kind} lease {self.lease_id} has ended: {self._over}")
+        if self._link.closed:
+            raise LeaseExpiredError(f"{self.kind} lease {self.lease_id} has ended: the client was closed")
+        late = time.monotonic() - self.expires_at
+        if late >= 0:
+            raise LeaseExpiredError(
+                f"{self.kind} lease {self.lease_id} is {late:.3f} s past its deadline; ask again"
+            )
+
+    def _finish(self, reason: str) -> bool:
+        """Note the end; ``False`` if it had ended before."""
+        with self._lock:
+            if self._over:
+                return False
+            self._over = reason
+        if self.keys:
+            self._link.leases.pop(self.number, None)
+        return True
+
+
+class ClientReadLease(_ClientLease):
+    """See :class:`kvferry.core.blockstore.ReadLease`."""
+
+    kind = "read"
+
+    def view(self, index: int) -> memoryview:
+        """The read-only bytes of block ``index``; tentative until :meth:`check`."""
+        return super().view(index).toreadonly()
+
+    def check(self) -> None:
+        """Confirm that all that was read so far is right; asks nobody.
+
+        Raises:
+            LeaseExpiredError: If it is past its deadline, has ended, or a slot was used again.
+        """
+        stale = None if self._blocks is None else self._blocks.stale()
+        if stale is not None:
+            raise LeaseExpiredError(
+                f"read lease {self.lease_id}: the slot of block {stale} was used again; what was read is void"
+            )
+        self._require_active()
+
+    def release(self) -> None:
+        """Check, then give the blocks back, also when the check fails.
+
+        The daemon learns of it with the next request, at most a second later.
+
+        Raises:
+            LeaseExpiredError: As :meth:`check`; also on a second release, which changes nothing.
+        """
+        failed: LeaseExpiredError | None = None
+        try:
+            self.check()
+        except LeaseExpiredError as error:
+            failed = error
+        if not self._finish("it was released"):
+            raise LeaseExpiredError(f"read lease {self.lease_id} has ended: {self._over}")
+        if self.keys:
+            self._link.end(self.number, self.epoch)
+        if failed is not None:
+            raise failed
+
+    def __enter__(self) -> ClientReadLease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._over:
+            return
+        try:
+            self.release()
+        except LeaseExpiredError:
+            if exc_info[0] is None:
+                raise
+
+    def __del__(self) -> None:
+        if self.keys and not (self._over or self._found or self._link.closed):
+            self._link.end(self.number, self.epoch)
+
+
+class ClientWriteLease(_ClientLease):
+    """See :class:`kvferry.core.blockstore.WriteLease`.
+
+    A lease that is just dropped, without commit or abort, keeps its slots in quarantine as long as its
+    session's processes run, since somebody may still write into views of it: use it as a context manager.
+    """
+
+    kind = "write"
+    _writings = 0
+    _quarantined = False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Held around a write by somebody else's hand into the slots.
+
+        Raises:
+            LeaseExpiredError: If the lease is past its deadline or has ended.
+        """
+        self._require_active()
+        with self._lock:
+            self._writings += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writings -= 1
+                last = self._quarantined and not self._writings
+            if last:
+                self._link.end(self.number, self.epoch)
+
+    def save(self, sources: Mapping[BlockKey, memoryview], deadline: float) -> int:
+        """Copy blocks into their slots, or send them from where they are, and commit.
+
+        Args:
+            sources: The bytes of all keys of the lease; those of others are left.
+            deadline: As :meth:`commit`.
+
+        Raises:
+            KVFerryError: As :meth:`commit`.
+        """
+        if isinstance(self._blocks, OwnBlocks):
+            return self._commit(deadline, 0, [sources[key] for key in self.keys])[0]
+        for index, key in enumerate(self.keys):  # past the caches where that pays
+            stream_into(np.frombuffer(self.view(index), np.uint8), 0, sources[key])
+        return self._commit(deadline, 0)[0]
+
+    def commit(self, deadline: float | None = None) -> int:
+        """Publish all blocks at once and end the lease.
+
+        Args:
+            deadline: By when the daemon's answer must be there; ``call_timeout_s`` from now if not given.
+
+        Returns:
+            Blocks newly stored.
+
+        Raises:
+            LeaseExpiredError: If the lease is past its deadline, has ended, or the daemon was restarted;
+                nothing is published.
+            UnavailableError: If the daemon does not answer: nothing is stored, or it is not known.
+            StoreError: If a ``writing()`` is still open.
+        """
+        return self._commit(deadline, 0)[0]
+
+    def publish(self) -> tuple[int, ClientReadLease]:
+        """Commit and go on holding the same memory for reading; raises as :meth:`commit`."""
+        number = self._link.new_number()
+        count, expires_at = self._commit(None, number)
+        return count, ClientReadLease(
+            self._link, self.spec, self.keys, number=number, epoch=self.epoch, blocks=self._blocks,
+            expires_at=expires_at,
+        )  # fmt: skip
+
+    def abort(self) -> None:
+        """Publish nothing and give the slots back; without effect on a lease that has ended."""
+        if not self._finish("it was aborted") or not self.keys:
+            return
+        with self._lock:
+            self._quarantined = bool(self._writings)
+        if not self._quarantined:
+            self._link.end(self.number, self.epoch)
+            return
+        deadline = deadline_in(self._link.options.call_timeout_s)
+        with contextlib.suppress(KVFerryError), self._link.line(deadline, epoch=self.epoch) as line:
+            request = d.QuarantineLease(
+                lease=self.number, ended=line.take_ended(), abandoned=line.take_abandoned()
+            )
+            line.call(request, d.Done, deadline)
+
+    def _commit(
+        self, deadline: float | None, publish: int, payload: Sequence[memoryview] = ()
+    ) -> tuple[int, float]:
+        try:
+            self._require_active()
+        except LeaseExpiredError:
+            self.abort()
+            raise
+        if self._writings:
+            raise StoreError(f"{self!r}: commit with {self._writings} writing() open; close them first")
+        if not self._finish("it was committed"):
+            raise LeaseExpiredError(f"write lease {self.lease_id} has ended: {self._over}")
+        if not self.keys:
+            return 0, _NEVER
+        if deadline is None:
+            deadline = deadline_in(self._link.options.call_timeout_s)
+        try:
+            return self._ask_commit(deadline, publish, payload)
+        except BaseException as error:
+            self._link.end(self.number, self.epoch)
+            if publish:
+                self._link.abandon(publish)
+            if isinstance(error, TransportError):
+                raise UnavailableError(
+                    f"{self!r}: no answer to its commit; nobody knows whether the blocks are stored: {error}"
+                ) from error
+            raise
+
+    def _ask_commit(self, deadline: float, publish: int, payload: Sequence[memoryview]) -> tuple[int, float]:
+        if not payload and isinstance(self._blocks, OwnBlocks):
+            payload = self._blocks.views(len(self))
+        with self._link.line(deadline, epoch=self.epoch) as line:
+            request = d.CommitBlocks(
+                lease=self.number, timeout_s=max(0.0, deadline - time.monotonic()), publish=publish,
+                ended=line.take_ended(), abandoned=line.take_abandoned(),
+            )  # fmt: skip
+            answer = line.channel.call(request, d.Stored, payload=payload, deadline=deadline)
+            return answer.blocks, line.local(answer.expires_at)
+
+    def __enter__(self) -> ClientWriteLease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.abort()

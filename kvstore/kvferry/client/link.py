@@ -1,0 +1,453 @@
+"""The connections of a client to its daemon: made when needed, again by themselves, never of two epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeVar
+
+from kvferry.client.memory import RecycledMemory
+from kvferry.client.options import ClientCounters, ClientOptions
+from kvferry.core.clock import deadline_in, is_past, time_left
+from kvferry.core.errors import (
+    KVFerryError,
+    LeaseExpiredError,
+    ProtocolError,
+    StoreError,
+    TransferTimeoutError,
+    UnavailableError,
+    error_from_code,
+)
+from kvferry.wire import daemon_messages as d
+from kvferry.wire.channel import Channel
+from kvferry.wire.incoming import Incoming
+from kvferry.wire.messages import Failure, Message
+from kvferry.wire.options import ChannelOptions, Peer
+from kvferry.wire.printable import printable
+from kvferry.wire.shared_arena import SHARED_ARENA, SharedArena, can_share_arena
+
+__all__ = ["GRACE_S", "Line", "Link"]
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+GRACE_S: Final = 0.1
+"""What a call may take whose deadline is past, or nearer than that: one question and its answer."""
+_TICK_S: Final = 1.0
+_BUSY_TICK_S: Final = 0.1
+_FLUSH_S: Final = 1.0
+_TIMEOUTS_TO_LEAVE: Final = 2
+_IDLE_CONNECTION_S: Final = 10.0
+
+
+class Ending(Protocol):
+    """A lease that the link ends when it is closed."""
+
+    number: int
+
+
+@dataclass(eq=False)
+class Line:
+    """One connection. Used by one thread at a time.
+
+    Attributes:
+        link: Whose it is.
+        channel: It.
+        epoch: The run of the daemon at its other end.
+        shares: Whether blocks are exchanged by address.
+        opened: Namespaces opened on it, by id.
+        ended: Leases whose end was sent with the request under way.
+        abandoned: The same of those whose answer never came.
+    """
+
+    link: Link
+    channel: Channel
+    shares: bool
+    opened: dict[bytes, d.NamespaceOpened] = field(default_factory=dict)
+    ended: tuple[int, ...] = ()
+    abandoned: tuple[int, ...] = ()
+    idle_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.epoch = self.channel.peer.epoch
+        self._shift = _clock_shift(self.channel.peer)
+        self._asked = 1 << 32  # apart from the numbers that the channel gives by itself
+
+    def take_ended(self) -> tuple[int, ...]:
+        """Leases whose end goes with the next request."""
+        if self.link.has_ends:
+            self.ended += self.link.take_ended()
+        return self.ended
+
+    def take_abandoned(self) -> tuple[int, ...]:
+        """The same of those whose answer never came."""
+        if self.link.has_ends:
+            self.abandoned += self.link.take_abandoned()
+        return self.abandoned
+
+    def local(self, moment: float) -> float:
+        """A deadline on the daemon's clock as one of ours, rather too early than too late."""
+        return moment - self._shift
+
+    def call(self, message: Message, reply: type[M], deadline: float) -> M:
+        """:meth:`Channel.call`."""
+        return self.channel.call(message, reply, deadline=deadline)
+
+    def ask(self, message: Message, reply: type[Message], deadline: float) -> Incoming:
+        """The answer to ``message``, a ``reply`` whose payload is still to be received.
+
+        Raises:
+            KVFerryError: As :meth:`Channel.call`.
+        """
+        self._asked += 1
+        self.channel.send(message, deadline=deadline, request_id=self._asked)
+        incoming = self.channel.receive(deadline)
+        found = incoming.message
+        if isinstance(found, Failure):
+            raise error_from_code(found.code, f"{self.channel.address}: {printable(found.message, 4000)}")
+        if not isinstance(found, reply) or incoming.request_id != self._asked:
+            raise self.wrong(f"answered with {type(found).__name__} where {reply.__name__} was due")
+        return incoming
+
+    def wrong(self, what: str) -> ProtocolError:
+        """What is raised when the daemon broke the protocol; the connection is aborted."""
+        self.channel.abort()
+        return ProtocolError(f"{self.channel.address}: {what}", remote=True)
+
+
+def _clock_shift(peer: Peer) -> float:
+    same = abs(peer.clock_offset) <= peer.clock_error  # processes of one host share the clock
+    return 0.0 if same else peer.clock_offset + peer.clock_error
+
+
+class Link:
+    """All connections of one client. Thread safe.
+
+    A call takes a connection for itself. Only one is being made at a time; while the daemon is away nobody
+    waits for it but the link's own thread, which tries again, ends leases in the background and forgets the
+    memory of a daemon that has ended.
+
+    Args:
+        url: Where the daemon is.
+        options: See :class:`ClientOptions`.
+    """
+
+    def __init__(self, url: str, options: ClientOptions) -> None:
+        self.url = url
+        self.options = options
+        self.counters = ClientCounters()
+        self.session = options.session or f"client-{secrets.token_hex(12)}"
+        self.arena = SharedArena(options.max_mapped_nbytes)
+        self.memory = RecycledMemory(options.kept_nbytes)
+        self.leases: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()
+        self.closed = False
+        self._channel_options = ChannelOptions(
+            role="client", session=self.session, checksum=options.checksum, credential=options.credential,
+            hello_timeout_s=options.connect_timeout_s, capabilities=(SHARED_ARENA,),
+        )  # fmt: skip
+        self._numbers = itertools.count((secrets.randbits(31) << 32) + 1)
+        self._cond = threading.Condition()
+        self._idle: list[Line] = []
+        self._open = 0
+        self._connecting = False
+        self._lost = False
+        self._epoch = ""
+        self._away_until = 0.0
+        self._away_reason = ""
+        self._pause_s = 0.0
+        self._timeouts = 0
+        self._busy = False
+        self._ended: list[int] = []
+        self._abandoned: list[int] = []
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
+        self._thread.start()
+
+    # ---- what others ask -------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> str:
+        """Run of the daemon that was reached last; empty before the first."""
+        return self._epoch
+
+    @property
+    def connections(self) -> int:
+        """Connections there are now."""
+        return self._open
+
+    @property
+    def away(self) -> str:
+        """Why the daemon cannot be reached; empty if it can."""
+        return self._away_reason
+
+    def new_number(self) -> int:
+        """A number for a lease."""
+        return next(self._numbers)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter."""
+        with self._cond:
+            setattr(self.counters, name, getattr(self.counters, name) + number)
+
+    def connect(self, deadline: float) -> None:
+        """Reach the daemon now.
+
+        Raises:
+            UnavailableError: If it cannot be; with the reason as its cause.
+        """
+        with self.line(deadline):
+            pass
+
+    # ---- connections -----------------------------------------------------------------------------
+
+    @contextmanager
+    def line(self, deadline: float, *, epoch: str = "") -> Iterator[Line]:
+        """A connection for the caller alone.
+
+        Args:
+            deadline: By when there is one.
+            epoch: The run of the daemon that it must lead to; any, if empty.
+
+        Raises:
+            UnavailableError: If the daemon is away, or all connections are in use until the deadline.
+            LeaseExpiredError: If it is another run than ``epoch``.
+            StoreError: If the client is closed.
+        """
+        line = self._acquire(deadline)
+        try:
+            if epoch and line.epoch != epoch:
+                raise LeaseExpiredError(f"{self.url}: the daemon was restarted; what it had given is void")
+            yield line
+        except BaseException as error:
+            self._failed(line, error)
+            raise
+        self._timeouts = 0
+        self._release(line)
+
+    def _acquire(self, deadline: float) -> Line:
+        with self._cond:
+            self._busy = True
+            while True:
+                if self.closed:
+                    raise StoreError(f"the client of {self.url} is closed")
+                while self._idle:
+                    line = self._idle.pop()
+                    if line.epoch == self._epoch and not line.channel.closed and not line.channel.readable():
+                        return line
+                    self._lose(line)
+                now = time.monotonic()
+                if now < self._away_until:
+                    raise self._unavailable()
+                if not self._connecting and self._open < self.options.max_connections:
+                    self._connecting = True
+                    break
+                if now >= deadline:
+                    raise UnavailableError(
+                        f"{self.url}: all {self._open} connections were in use until the deadline "
+                        "(max_connections)"
+                    )
+                self._cond.wait(time_left(deadline))
+        return self._connect(deadline)
+
+    def _connect(self, deadline: float) -> Line:
+        limit = min(deadline, deadline_in(self.options.connect_timeout_s))
+        try:
+            channel = Channel.connect(self.url, self._channel_options, limit)
+        except BaseException as error:
+            with self._cond:
+                self._connecting = False
+                if isinstance(error, KVFerryError):
+                    self._leave(str(error))
+                self._cond.notify_all()
+            if isinstance(error, KVFerryError):
+                raise self._unavailable() from error
+            raise
+        line = Line(self, channel, self.options.share_memory and can_share_arena(channel))
+        with self._cond:
+            self._connecting = False
+            self._open += 1
+            self._arrived(line)
+            self._cond.notify_all()
+        return line
+
+    def _arrived(self, line: Line) -> None:
+        self.counters.connects += 1
+        if self._away_reason:
+            log.info("%s: the daemon is back", self.url)
+        self._away_reason, self._away_until, self._pause_s, self._timeouts = "", 0.0, 0.0, 0
+        if self._lost:
+            self.counters.reconnects += 1
+            self._lost = False
+        if line.epoch == self._epoch:
+            return
+        if self._epoch:
+            self.counters.restarts += 1
+        self._epoch = line.epoch
+        self._ended.clear()  # numbers of another run mean nothing
+        self._abandoned.clear()
+        idle, self._idle = self._idle, []
+        for old in idle:
+            self._lose(old)
+        self._lost = False
+
+    def _leave(self, reason: str) -> None:
+        """The daemon was not reached: nobody tries for a while."""
+        if not self._away_reason:
+            log.warning("%s: the daemon is away, nothing is found or stored meanwhile: %s", self.url, reason)
+        self._away_reason = reason
+        self._lost = self._lost or bool(self._epoch)
+        first, last = self.options.first_pause_s, self.options.last_pause_s
+        self._pause_s = min(last, 2 * self._pause_s or first)
+        self._away_until = time.monotonic() + self._pause_s
+        self._wake.set()
+
+    def _unavailable(self) -> UnavailableError:
+        return UnavailableError(f"{self.url}: the daemon is away: {self._away_reason}")
+
+    def _lose(self, line: Line) -> None:
+        line.channel.abort()
+        self._open -= 1
+        self._lost = True
+
+    def _release(self, line: Line) -> None:
+        line.ended = line.abandoned = ()
+        with self._cond:
+            if line.epoch != self._epoch or line.channel.closed or self.closed:
+                self._lose(line)
+            else:
+                line.idle_since = time.monotonic()
+                self._idle.append(line)
+            self._cond.notify()
+
+    def _failed(self, line: Line, error: BaseException) -> None:
+        if isinstance(error, KVFerryError) and not line.channel.closed:
+            self._release(line)  # the daemon's own answer, or nothing was sent
+            return
+        with self._cond:
+            self._lose(line)
+            if line.epoch == self._epoch:
+                self._ended += line.ended
+                self._abandoned += line.abandoned
+            if isinstance(error, TransferTimeoutError):
+                self.counters.timeouts += 1
+                self._timeouts += 1
+                if self._timeouts >= _TIMEOUTS_TO_LEAVE:
+                    self._leave(str(error))
+            self._cond.notify()
+
+    # ---- ends of leases --------------------------------------------------------------------------
+
+    def end(self, number: int, epoch: str) -> None:
+        """Tell the daemon with the next request that a lease is done with."""
+        with self._cond:
+            if epoch != self._epoch:
+                return
+            self._ended.append(number)
+            waiting = self._open > len(self._idle)
+        if waiting:  # maybe for just what is given back here
+            self._wake.set()
+
+    def abandon(self, number: int) -> None:
+        """Tell it that a lease is not wanted whose answer never came."""
+        with self._cond:
+            self._abandoned.append(number)
+        self._wake.set()
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether the daemon is to be told of the end of a lease."""
+        return bool(self._ended or self._abandoned)
+
+    def take_ended(self) -> tuple[int, ...]:
+        """The leases that it is to be told of; the caller does."""
+        with self._cond:
+            taken, self._ended = tuple(self._ended), []
+        return taken
+
+    def take_abandoned(self) -> tuple[int, ...]:
+        """The same of those whose answer never came."""
+        with self._cond:
+            taken, self._abandoned = tuple(self._abandoned), []
+        return taken
+
+    def _flush_ends(self) -> None:
+        if not self.has_ends:
+            return
+        deadline = deadline_in(_FLUSH_S)
+        with contextlib.suppress(KVFerryError), self.line(deadline) as line:
+            request = d.EndLeases(ended=line.take_ended(), abandoned=line.take_abandoned())
+            if request.ended or request.abandoned:
+                line.call(request, d.Done, deadline)
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self.closed:
+            self._wake.wait(self._until_next())
+            self._wake.clear()
+            if self.closed:
+                return
+            try:
+                self._tick()
+            except KVFerryError as error:
+                log.debug("%s: %s", self.url, error)
+            except Exception:
+                log.exception("the thread of the client of %s", self.url)
+
+    def _until_next(self) -> float:
+        if self._away_reason:
+            return max(0.01, self._away_until - time.monotonic())
+        busy, self._busy = self._busy, False
+        return _BUSY_TICK_S if busy or self._ended else _TICK_S
+
+    def _tick(self) -> None:
+        self.arena.forget_gone()
+        if self._away_reason:
+            if is_past(self._away_until):
+                self.connect(deadline_in(self.options.connect_timeout_s))
+            return
+        self._flush_ends()
+        self._look_at_idle()
+
+    def _look_at_idle(self) -> None:
+        """Notice a daemon that has gone before the next call does; close connections that are not needed."""
+        oldest = time.monotonic() - _IDLE_CONNECTION_S
+        surplus: list[Line] = []
+        with self._cond:
+            while len(self._idle) > 1 and self._idle[0].idle_since < oldest:
+                surplus.append(self._idle.pop(0))
+                self._open -= 1
+            gone = any(line.channel.readable() for line in self._idle)
+        for line in surplus:
+            line.channel.close()
+        if gone or (self._epoch and not self._open):
+            self.connect(deadline_in(self.options.connect_timeout_s))
+
+    def close(self) -> None:
+        """End all leases, connections and the thread; a second call does nothing."""
+        with self._cond:
+            if self.closed:
+                return
+            self._ended += list(self.leases)
+        if self._idle:
+            self._flush_ends()
+        with self._cond:
+            self.closed = True
+            idle, self._idle = self._idle, []
+            self._cond.notify_all()
+        self._wake.set()
+        for line in idle:
+            line.channel.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(self.options.connect_timeout_s + _FLUSH_S + 1)
+        self.arena.close()
+        self.memory.clear()

@@ -1,0 +1,388 @@
+"""A namespace as a client has it: its verbs as questions to the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvferry.client.leases import ClientReadLease, ClientWriteLease, MappedBlocks, OwnBlocks
+from kvferry.client.link import GRACE_S, Line, Link
+from kvferry.core import keys as _keys
+from kvferry.core.arena import ArenaMap
+from kvferry.core.blockstore import Hit
+from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.clock import checked_deadline, deadline_in
+from kvferry.core.errors import (
+    ConfigError,
+    ConnectionClosedError,
+    OverloadedError,
+    TransportError,
+    UnavailableError,
+)
+from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens, require_key, require_keys, split_keys
+from kvferry.core.spec import KeyScope, KVSpec, namespace_id
+from kvferry.wire import daemon_messages as d
+from kvferry.wire.incoming import Incoming
+
+if TYPE_CHECKING:
+    from kvferry.client.client import Client
+
+__all__ = ["ClientNamespace"]
+
+T = TypeVar("T")
+
+_AWAY: Final = (TransportError, UnavailableError, OverloadedError)
+_MARGIN_S: Final = 0.05
+_ONE_FRAME_NBYTES: Final = 4 << 20  # less is sent without asking first what is stored already
+
+
+class ClientNamespace:
+    """See :class:`kvferry.core.blockstore.Namespace`. Thread safe.
+
+    While the daemon is away lookups and loads miss, saves raise :class:`UnavailableError`, which is a
+    :class:`CapacityError`, and all of them at once. A call asks the daemon once more where its connection
+    turns out to be dead, if that cannot do anything twice.
+    """
+
+    def __init__(self, client: Client, spec: KVSpec, scope: KeyScope) -> None:
+        self.client = client
+        self.spec = spec
+        self.scope = scope
+        self.namespace_id = namespace_id(spec, scope)
+        self.block_nbytes = spec.block_nbytes
+        self._link: Link = client.link
+
+    def __repr__(self) -> str:
+        return f"<ClientNamespace {self.namespace_id[:8].hex()}… at {self._link.url}>"
+
+    def keys(self, tokens: Tokens, *, media: Sequence[Media] = ()) -> list[BlockKey]:
+        """Keys of the full blocks of ``tokens``."""
+        return _keys.block_keys(self.namespace_id, tokens, self.spec.block_tokens, media=media)
+
+    def foreign_keys(self, engine_hashes: Iterable[bytes]) -> list[BlockKey]:
+        """An engine's own 32-byte hash chain as keys."""
+        return _keys.foreign_keys(engine_hashes)
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[BlockKey]) -> Hit:
+        """Which tier of the daemon holds each key; misses if it is away."""
+        keys = require_keys(keys)
+        deadline = self._call_deadline()
+        try:
+            return self._twice(lambda: self._lookup(keys, deadline))
+        except _AWAY:
+            self._link.count("missed_lookups")
+            return Hit((None,) * len(keys))
+
+    def _lookup(self, keys: Sequence[BlockKey], deadline: float) -> Hit:
+        with self._link.line(deadline) as line:
+            request = d.LookupBlocks(
+                namespace=self._open(line, deadline).namespace, keys=b"".join(keys),
+                ended=line.take_ended(), abandoned=line.take_abandoned(),
+            )  # fmt: skip
+            answer = line.call(request, d.LookedUp, deadline)
+            tiers = (None, *answer.tiers)
+            if len(answer.found) != len(keys) or max(answer.found, default=0) >= len(tiers):
+                raise line.wrong(f"{len(answer.found)} answers to a lookup of {len(keys)} keys")
+            return Hit(tuple([tiers[number] for number in answer.found]))
+
+    def load(self, keys: Sequence[BlockKey], *, deadline: float) -> ClientReadLease:
+        """Lease the longest stored prefix of ``keys``: views of the daemon's memory where that is mapped.
+
+        Else its bytes are received into memory of this process. An empty lease if the daemon is away.
+        """
+        keys = require_keys(keys)
+        limit = self._limit(checked_deadline(deadline))
+        if not keys:
+            return ClientReadLease(self._link, self.spec, ())
+        try:
+            return self._twice(lambda: self._load(keys, limit))
+        except _AWAY:
+            self._link.count("missed_loads")
+            return ClientReadLease(self._link, self.spec, ())
+
+    def _load(self, keys: Sequence[BlockKey], limit: float) -> ClientReadLease:
+        number = self._link.new_number()
+        with self._link.line(limit) as line:
+            opened = self._open(line, limit)
+            inline = not (line.shares and opened.shared)
+            request = d.LoadBlocks(
+                namespace=opened.namespace, keys=b"".join(keys), lease=number, timeout_s=_left(limit),
+                inline=inline, ended=line.take_ended(), abandoned=line.take_abandoned(),
+            )  # fmt: skip
+            try:
+                answer, blocks = (self._take_inline if inline else self._take_mapped)(line, request, limit)
+                if answer.blocks > len(keys):
+                    raise line.wrong(f"{answer.blocks} blocks to a load of {len(keys)}")
+            except BaseException:
+                self._link.abandon(number)
+                raise
+            expires_at = line.local(answer.expires_at)
+            return ClientReadLease(
+                self._link, self.spec, tuple(keys[: answer.blocks]), number=number, epoch=line.epoch,
+                blocks=blocks, expires_at=expires_at,
+            )  # fmt: skip
+
+    def _take_mapped(
+        self, line: Line, request: d.LoadBlocks, limit: float
+    ) -> tuple[d.Loaded, MappedBlocks | None]:
+        answer = line.call(request, d.Loaded, limit)
+        if not answer.blocks:
+            return answer, None
+        return answer, self._mapped(line, answer.slots, answer.blocks, answer.epoch, limit)
+
+    def _mapped(self, line: Line, slots: bytes, count: int, epoch: str, limit: float) -> MappedBlocks:
+        """Blocks by address; their segments are mapped first if need be."""
+        if len(slots) != count * d.SLOT_NBYTES:
+            raise line.wrong(f"{len(slots)} bytes of slots for {count} blocks")
+        return MappedBlocks(self._map_of(line, slots, epoch, limit), slots, self.block_nbytes)
+
+    def _map_of(self, line: Line, slots: bytes, epoch: str, limit: float) -> ArenaMap:
+        shared = self._link.arena
+        last = max(memoryview(slots).cast("Q")[::3])
+        if shared.epoch != epoch or shared.map.segments <= last:
+            shared.attach(line.channel, limit)
+        found = shared.map
+        if found.epoch != epoch or found.segments <= last:
+            raise line.wrong(f"segment {last} of arena {epoch[:8]}, which it does not name")
+        return found
+
+    def _take_inline(
+        self, line: Line, request: d.LoadBlocks, limit: float
+    ) -> tuple[d.Loaded, OwnBlocks | None]:
+        incoming = line.ask(request, d.Loaded, limit)
+        answer = incoming.message
+        assert isinstance(answer, d.Loaded)
+        most = len(request.keys) // KEY_NBYTES
+        return answer, self._receive(line, incoming, min(answer.blocks, most), limit)
+
+    def _receive(self, line: Line, incoming: Incoming, count: int, limit: float) -> OwnBlocks | None:
+        """Blocks that come with an answer, into memory of this process."""
+        if incoming.payload_nbytes != count * self.block_nbytes:
+            raise line.wrong(f"{incoming.payload_nbytes} bytes for {count} blocks of {self.block_nbytes}")
+        if not count:
+            return None
+        blocks = self._own_blocks(count)
+        incoming.read_into(blocks.views(count), limit)
+        return blocks
+
+    def _own_blocks(self, count: int) -> OwnBlocks:
+        memory = self._link.memory.piece(count * OwnBlocks.step(self.block_nbytes))
+        return OwnBlocks(memory, self.block_nbytes)
+
+    def take_found(
+        self, line: Line, incoming: Incoming, found: d.FoundLease, count: int, limit: float
+    ) -> MappedBlocks | OwnBlocks | None:
+        """The blocks of a lease that another process took."""
+        if found.slots:
+            return self._mapped(line, found.slots, count, found.epoch, limit)
+        if found.kind == "read":
+            return self._receive(line, incoming, count, limit)
+        return self._own_blocks(count)
+
+    # ---- writing ---------------------------------------------------------------------------------
+
+    def reserve(
+        self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float
+    ) -> ClientWriteLease:
+        """Reserve slots for those of ``keys`` that are not stored.
+
+        They lie in the daemon's memory where that may be written, else in memory of this process, from
+        which ``commit`` sends them.
+
+        Raises:
+            CapacityError: If there is no room by the deadline; :class:`UnavailableError` if the daemon is
+                away.
+            ConfigError: If a key is not 32 bytes long.
+        """
+        keys = require_keys(keys)
+        _require_parent(parent)
+        limit = self._limit(checked_deadline(deadline))
+        if not keys:
+            return ClientWriteLease(self._link, self.spec, ())
+        with self._refusing(len(keys)):
+            return self._twice(lambda: self._reserve(keys, parent, limit))
+
+    def _reserve(self, keys: Sequence[BlockKey], parent: BlockKey | None, limit: float) -> ClientWriteLease:
+        number = self._link.new_number()
+        with self._link.line(limit) as line:
+            opened = self._open(line, limit)
+            inline = not (line.shares and opened.writable)
+            request = d.ReserveBlocks(
+                namespace=opened.namespace, keys=b"".join(keys), lease=number, timeout_s=_left(limit),
+                parent=parent, inline=inline, ended=line.take_ended(), abandoned=line.take_abandoned(),
+            )  # fmt: skip
+            try:
+                answer = line.call(request, d.Reserved, limit)
+                missing = split_keys(answer.keys) if answer.keys else keys[: answer.blocks]
+                if len(missing) != answer.blocks or answer.blocks > len(keys):
+                    raise line.wrong(f"{answer.blocks} slots to a reservation of {len(keys)} blocks")
+                blocks: MappedBlocks | OwnBlocks | None = None
+                if answer.blocks and inline:
+                    blocks = self._own_blocks(answer.blocks)
+                elif answer.blocks:
+                    blocks = self._mapped(line, answer.slots, answer.blocks, answer.epoch, limit)
+            except BaseException:
+                self._link.abandon(number)
+                raise
+            return ClientWriteLease(
+                self._link, self.spec, tuple(missing), number=number, epoch=line.epoch, blocks=blocks,
+                expires_at=line.local(answer.expires_at),
+            )  # fmt: skip
+
+    def save(
+        self, blocks: Sequence[tuple[BlockKey, Buf]], *, parent: BlockKey | None, deadline: float
+    ) -> int:
+        """Reserve, copy and commit; returns the blocks newly stored.
+
+        Raises:
+            CapacityError: As :meth:`reserve`.
+            ConfigError: If a buffer is not ``spec.block_nbytes`` long; nothing is stored.
+        """
+        _require_parent(parent)
+        limit = self._limit(checked_deadline(deadline))
+        sources = self._sources(blocks)
+        if not sources:
+            return 0
+        keys = list(sources)
+        with self._refusing(len(keys)):
+            nbytes = len(keys) * self.block_nbytes
+            if nbytes <= _ONE_FRAME_NBYTES and not self._twice(lambda: self._writes_slots(limit)):
+                return self._save_in_one(sources, parent, limit)
+            with self._twice(lambda: self._reserve(keys, parent, limit)) as lease:
+                return lease.save(sources, limit)
+
+    def _sources(self, blocks: Sequence[tuple[BlockKey, Buf]]) -> dict[BlockKey, memoryview]:
+        sources: dict[BlockKey, memoryview] = {}
+        for key, buf in blocks:
+            require_key(key)
+            source = as_bytes_view(buf)
+            if len(source) != self.block_nbytes:
+                raise ConfigError(
+                    f"block {key[:8].hex()}… has {len(source)} bytes, a block of this spec has "
+                    f"{self.block_nbytes}"
+                )
+            sources.setdefault(key, source)
+        return sources
+
+    def _writes_slots(self, limit: float) -> bool:
+        """Whether slots are written by this process."""
+        with self._link.line(limit) as line:
+            return line.shares and self._open(line, limit).writable
+
+    def _save_in_one(self, sources: dict[BlockKey, memoryview], parent: BlockKey | None, limit: float) -> int:
+        with self._link.line(limit) as line:
+            request = d.SaveBlocks(
+                namespace=self._open(line, limit).namespace, keys=b"".join(sources), timeout_s=_left(limit),
+                parent=parent, ended=line.take_ended(), abandoned=line.take_abandoned(),
+            )  # fmt: skip
+            payload = list(sources.values())
+            return line.channel.call(request, d.Stored, payload=payload, deadline=limit).blocks
+
+    # ---- the rest --------------------------------------------------------------------------------
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        """Bring blocks up from slower tiers in the background; does nothing if the daemon is away."""
+        keys = require_keys(keys)
+        with contextlib.suppress(*_AWAY):
+            self._verb("prefetch", keys)
+            self.client.prefetching(self._link.epoch)
+
+    def pin(self, keys: Sequence[BlockKey], *, ttl: float) -> int:
+        """Keep stored blocks from eviction for ``ttl`` seconds; returns how many are stored, 0 if it is away.
+
+        Raises:
+            ConfigError: If ``ttl`` is not above 0.
+        """
+        keys = require_keys(keys)
+        checked_deadline(ttl)
+        if not ttl > 0:
+            raise ConfigError(f"a pin of {ttl} seconds; ttl must be above 0")
+        try:
+            return self._verb("pin", keys, min(ttl, 1e9))
+        except _AWAY:
+            return 0
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """End :meth:`pin` early."""
+        keys = require_keys(keys)
+        with contextlib.suppress(*_AWAY):
+            self._verb("unpin", keys)
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Forget blocks; returns how many were stored.
+
+        Raises:
+            UnavailableError: If the daemon is away.
+        """
+        return self._verb("remove", require_keys(keys))
+
+    def clear(self) -> int:
+        """Forget all blocks of the namespace; raises as :meth:`remove`."""
+        return self._verb("clear", ())
+
+    def _verb(self, verb: d.Verb, keys: Sequence[BlockKey], ttl_s: float = 0.0) -> int:
+        deadline = self._call_deadline()
+
+        def ask() -> int:
+            with self._link.line(deadline) as line:
+                request = d.BlockVerb(
+                    namespace=self._open(line, deadline).namespace, verb=verb, keys=b"".join(keys),
+                    ttl_s=ttl_s, ended=line.take_ended(), abandoned=line.take_abandoned(),
+                )  # fmt: skip
+                return line.call(request, d.Done, deadline).count
+
+        return self._twice(ask)
+
+    # ---- how it is asked -------------------------------------------------------------------------
+
+    def _open(self, line: Line, deadline: float) -> d.NamespaceOpened:
+        """What this namespace is called on a connection."""
+        found = line.opened.get(self.namespace_id)
+        if found is None:
+            request = d.OpenNamespace(spec=self.spec, scope=self.scope, namespace_id=self.namespace_id)
+            found = line.opened[self.namespace_id] = line.call(request, d.NamespaceOpened, deadline)
+        return found
+
+    @staticmethod
+    def _twice(call: Callable[[], T]) -> T:
+        """Make a call that may be made twice: again where its connection turned out to be dead."""
+        try:
+            return call()
+        except ConnectionClosedError:
+            return call()
+
+    @contextmanager
+    def _refusing(self, blocks: int) -> Iterator[None]:
+        """Count what is refused because the daemon is away, and say so as one kind of error."""
+        try:
+            yield
+        except _AWAY as error:
+            self._link.count("refused_saves")
+            self._link.count("refused_blocks", blocks)
+            if isinstance(error, UnavailableError):
+                raise
+            raise UnavailableError(f"nothing of {blocks} blocks is known to be stored: {error}") from error
+
+    def _call_deadline(self) -> float:
+        return deadline_in(self._link.options.call_timeout_s)
+
+    @staticmethod
+    def _limit(deadline: float) -> float:
+        """By when an answer must be here; one question and its answer are tried past any deadline."""
+        return max(deadline, time.monotonic() + GRACE_S)
+
+
+def _left(limit: float) -> float:
+    """What the daemon may take, so that its answer is here in time."""
+    left = limit - time.monotonic()
+    return max(0.0, left - min(_MARGIN_S, left / 2))
+
+
+def _require_parent(parent: BlockKey | None) -> None:
+    if parent is not None:
+        require_key(parent, "the parent")

@@ -1,0 +1,74 @@
+"""How a client behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvferry.core.values import require_number, require_whole
+
+__all__ = ["ClientCounters", "ClientOptions"]
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How a client behaves.
+
+    Attributes:
+        session: Name of the session; processes of one engine share it to share leases. A random one if empty.
+        credential: Shown to the daemon; never logged.
+        checksum: Whether frames carry a checksum; they do unless the daemon says no too. Blocks in shared
+            memory have none.
+        connect_timeout_s: For making a connection.
+        call_timeout_s: For verbs that take no deadline.
+        max_connections: Calls under way at once; a further one waits for a connection, until its deadline.
+        first_pause_s: After the daemon was found away, before it is tried again; doubles up to
+            ``last_pause_s``. Meanwhile every call answers at once as if nothing were stored.
+        last_pause_s: See ``first_pause_s``.
+        max_mapped_nbytes: Most bytes of the daemon's memory to map; that of the machine if not given.
+        kept_nbytes: Memory kept for blocks that come over a connection.
+        share_memory: Whether to use the daemon's memory where both are on one machine.
+    """
+
+    session: str = ""
+    credential: bytes | None = field(default=None, repr=False)
+    checksum: bool = True
+    connect_timeout_s: float = 1.0
+    call_timeout_s: float = 5.0
+    max_connections: int = 8
+    first_pause_s: float = 0.05
+    last_pause_s: float = 0.5
+    max_mapped_nbytes: int | None = None
+    kept_nbytes: int = 256 << 20
+    share_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout_s", "call_timeout_s", "first_pause_s", "last_pause_s"):
+            require_number(name, cast("float", getattr(self, name)), above=0)
+        require_whole("max_connections", self.max_connections, least=1)
+        require_whole("kept_nbytes", self.kept_nbytes, least=0)
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """What a client counts of itself; all only grow.
+
+    Attributes:
+        connects: Connections made.
+        reconnects: How often the daemon was reached again after connections to it had been lost.
+        restarts: How often it was another run of the daemon then.
+        missed_lookups: Lookups answered with misses because it was away.
+        missed_loads: Loads, the same.
+        refused_saves: Saves and reservations refused because it was away.
+        refused_blocks: Their blocks.
+        timeouts: Calls that had no answer by their deadline.
+    """
+
+    connects: int = 0
+    reconnects: int = 0
+    restarts: int = 0
+    missed_lookups: int = 0
+    missed_loads: int = 0
+    refused_saves: int = 0
+    refused_blocks: int = 0
+    timeouts: int = 0

@@ -1,0 +1,115 @@
+"""What long-running processes share: signals, and the line that says they are ready."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import re
+import shlex
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from kvferry.core.address import parse_url
+from kvferry.core.errors import ConfigError, ConnectError, KVFerryError
+
+__all__ = ["StopSignal", "is_loopback", "listening", "print_ready", "require_loopback"]
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_EXIT_FORCED = 1
+_NEEDS_QUOTES = re.compile(r"[\s'\"\\]")
+
+
+class StopSignal:
+    """SIGTERM and SIGINT end the process in good order; a second one ends it at once.
+
+    Must be made in the main thread. Until :meth:`wait` is called there is nothing to put in order,
+    and the first signal exits with code 0.
+    """
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._serving = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            os._exit(_EXIT_FORCED)  # whatever hangs is what the second signal is for
+        self._asked.set()
+        if not self._serving:
+            raise SystemExit(0)
+        del number
+
+    def wait(self, alive: Callable[[], bool] = lambda: True) -> None:
+        """Return when a signal has come.
+
+        Args:
+            alive: Asked every second whether what is served still runs.
+
+        Raises:
+            KVFerryError: If it does not.
+        """
+        self._serving = True
+        while not self._asked.wait(_TICK_S):
+            if not alive():
+                raise KVFerryError("the server has ended by itself; its log says why")
+        log.info("stopping; a second signal stops at once")
+
+
+def print_ready(role: str, **fields: object) -> None:
+    """One line on standard output for whoever started the process: ``ready role=… listen=…``.
+
+    A value with spaces, quotes or backslashes is quoted as a shell would have it, so ``shlex.split`` gives
+    the fields; a port that was asked as 0 is the real one.
+    """
+    words = [f"role={role}", *(f"{k}={_quoted(str(v))}" for k, v in fields.items())]
+    print("ready", *words, flush=True)
+
+
+def _quoted(value: str) -> str:
+    return shlex.quote(value) if not value or _NEEDS_QUOTES.search(value) else value
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address can only be reached from this host."""
+    address = parse_url(url, default_port=0)
+    if address.scheme in ("unix", "inproc") or address.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def require_loopback(url: str, option: str, *, trusted_network: bool) -> None:
+    """Refuse an address that other hosts can reach, unless the configuration says that they are trusted.
+
+    Nothing asks for a credential yet.
+
+    Raises:
+        ConfigError: With the address and the option to change.
+    """
+    if is_loopback(url):
+        return
+    if not trusted_network:
+        raise ConfigError(
+            f"{url} ({option}) can be reached from other hosts, and there are no credentials yet: choose a "
+            "loopback address, or set wire.trusted_network=true if everyone who reaches it may use it"
+        )
+    log.warning("%s: whoever reaches it can use it, there are no credentials (wire.trusted_network)", url)
+
+
+def listening(error: ConnectError, url: str, option: str) -> ConfigError:
+    """A clear error for an address that cannot be listened on: which one, and which option moves it."""
+    cause = error.__cause__
+    if not isinstance(cause, OSError):
+        return ConfigError(f"{error}; choose another address with {option}")
+    free = ", or stop what listens there" if cause.errno == errno.EADDRINUSE else ""
+    reason = cause.strerror or str(cause)
+    return ConfigError(f"cannot listen on {url}: {reason}; choose another address with {option}{free}")

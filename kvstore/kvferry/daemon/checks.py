@@ -1,0 +1,84 @@
+"""What of a configuration cannot work together, refused by name before anything is opened."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from kvferry.core.address import parse_url, same_place
+from kvferry.core.cachedir import cache_dir
+from kvferry.core.config_tiers import TierConfig
+from kvferry.core.errors import ConfigError
+from kvferry.core.process import require_loopback
+from kvferry.core.runtime_folder import daemon_socket, runtime_folder
+
+if TYPE_CHECKING:
+    from kvferry.core.config import Config, StoreConfig
+
+__all__ = ["listen_urls", "store_config"]
+
+
+def listen_urls(config: Config) -> list[tuple[str, str]]:
+    """Where to listen, each with the option that says so.
+
+    Raises:
+        ConfigError: If there is nowhere, two are the same place, others could reach one, or it is no address
+            for a daemon.
+    """
+    found: list[tuple[str, str]] = []
+    path = config.daemon.socket
+    if path != "none":
+        if path == "auto":
+            runtime_folder()
+            path = daemon_socket()
+        elif not Path(path).is_absolute():
+            raise ConfigError(f"daemon.socket is {path!r}: write an absolute path, auto or none")
+        found.append((f"unix://{quote(path)}", "daemon.socket (--socket)"))
+    found += [(url, "daemon.listen (--listen)") for url in config.daemon.listen or ()]
+    if not found:
+        raise ConfigError("daemon.socket is none and so is daemon.listen: the daemon would be nowhere")
+    for (one, option), (other, again) in combinations(found, 2):
+        if same_place(one, other):
+            raise ConfigError(f"{one} ({option}) and {other} ({again}) are the same place: leave one away")
+    for url, option in found:
+        if parse_url(url, default_port=0).scheme in ("inproc", "http", "https"):
+            raise ConfigError(f"{url} ({option}): a daemon listens on unix, tcp, tls, ucx or auto addresses")
+        require_loopback(url, option, trusted_network=config.wire.trusted_network)
+    return found
+
+
+def store_config(config: Config) -> StoreConfig:
+    """The ``store`` section with the disk tier of the daemon's own, if there is to be one.
+
+    Raises:
+        ConfigError: If options contradict each other.
+    """
+    store, daemon = config.store, config.daemon
+    given = daemon.model_fields_set
+    if store.tiers:
+        clash = [
+            f"daemon.{name} (--{name.replace('_', '-')})"
+            for name in ("disk", "disk_capacity")
+            if name in given
+        ]
+        if clash and daemon.disk != "none":
+            raise ConfigError(
+                f"{' and '.join(clash)} and store.tiers are both given: name the disk in store.tiers, or "
+                "leave store.tiers away"
+            )
+        return store
+    if daemon.disk == "none":
+        if "disk_capacity" in given:
+            raise ConfigError(
+                "daemon.disk_capacity (--disk-capacity) is given, though daemon.disk (--disk) is none"
+            )
+        return store
+    folder = cache_dir() / "blocks" if daemon.disk == "auto" else Path(daemon.disk).expanduser()
+    if not folder.is_absolute():
+        raise ConfigError(f"daemon.disk is {daemon.disk!r}: write an absolute path, auto or none")
+    tier = TierConfig.model_validate(
+        {"kind": "disk", "directories": [str(folder)], "capacity": daemon.disk_capacity}
+    )
+    return store.model_copy(update={"tiers": (tier,)})

@@ -1,0 +1,187 @@
+"""The daemon of a node: its store, its ports, its sessions."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from kvferry.core.clock import is_past, time_left
+from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, UnknownPluginError
+from kvferry.core.process import listening
+from kvferry.daemon.checks import listen_urls, store_config
+from kvferry.daemon.service import Service
+from kvferry.daemon.sessions import Sessions
+from kvferry.daemon.work import Work
+from kvferry.store.open import open_store
+from kvferry.store.tiered import TieredStore
+from kvferry.wire.channel import Channel
+from kvferry.wire.options import ChannelOptions
+from kvferry.wire.server import ChannelServer
+from kvferry.wire.shared_arena import SHARED_ARENA
+
+if TYPE_CHECKING:
+    from kvferry.core.config import Config
+
+__all__ = ["DEFAULT_TENANT", "Daemon"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TENANT: Final = "default"
+_TICK_S: Final = 1.0
+_DRAIN_PAUSE_S: Final = 0.02
+
+
+class Daemon:
+    """A cache daemon in this process: it serves from the moment that it is made. Thread safe.
+
+    Args:
+        config: Sections ``daemon``, ``store`` and ``wire``.
+
+    Attributes:
+        sessions: Who is connected, and what they hold.
+        work: Requests under way.
+        draining: No new work is taken.
+        lease_s: How long leases last.
+        max_payload_nbytes: Most bytes in one answer.
+
+    Raises:
+        ConfigError: If options cannot work together, an address is taken or memory is not there; nothing
+            stays open.
+    """
+
+    def __init__(self, config: Config) -> None:
+        urls = listen_urls(config)
+        store = store_config(config)
+        self.config = config
+        self.sessions = Sessions()
+        self.work = Work()
+        self.draining = False
+        self.lease_s = store.lease
+        self.max_payload_nbytes = config.wire.max_payload
+        self.started_at = time.monotonic()
+        self._servers: list[ChannelServer] = []
+        self._closed = threading.Event()
+        self._close_lock = threading.Lock()
+        self._store: TieredStore = open_store(
+            store, tenant=DEFAULT_TENANT, shared=config.daemon.arena == "shared"
+        )
+        try:
+            for number, (url, option) in enumerate(urls):
+                self._servers.append(self._listen(url, option, number))
+        except BaseException:
+            self._close_servers()
+            self._store.close()
+            raise
+        self._ticker = threading.Thread(target=self._tick, name="kvferry-daemon-tick", daemon=True)
+        self._ticker.start()
+
+    def __repr__(self) -> str:
+        return f"<Daemon at {' '.join(self.addresses)}>"
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where clients reach it, the socket first."""
+        return [server.address for server in self._servers]
+
+    @property
+    def connections(self) -> int:
+        """Clients' connections on all ports."""
+        return sum(server.connections for server in self._servers)
+
+    @property
+    def stores(self) -> dict[str, TieredStore]:
+        """The store of each tenant."""
+        return {DEFAULT_TENANT: self._store}
+
+    def tenant_of(self, channel: Channel) -> str:
+        """Whose blocks a connection may see: follows from its credential, never from the client's word.
+
+        Raises:
+            AuthError: If it has no right to be here.
+        """
+        del channel
+        return DEFAULT_TENANT
+
+    def store_of(self, tenant: str) -> TieredStore:
+        """The store of a tenant."""
+        return self.stores[tenant]
+
+    def drain(self, deadline: float) -> bool:
+        """Take no new work, let what is under way end, and write what is not on slower tiers yet.
+
+        Write leases that were given out may still be committed.
+
+        Returns:
+            Whether all of it was done by the deadline.
+        """
+        self.draining = True
+        done = self.work.wait_idle(deadline)
+        while self._writes() and not is_past(deadline):
+            self._closed.wait(min(_DRAIN_PAUSE_S, time_left(deadline)))
+        done = done and not self._writes() and self.work.wait_idle(deadline)
+        for store in self.stores.values():
+            done = store.flush(deadline=deadline) and done
+        return done
+
+    def _writes(self) -> bool:
+        return any(session.holds_slots for session in self.sessions.active)
+
+    def close(self) -> None:
+        """End all connections, sessions, threads and tiers; a second call does nothing."""
+        with self._close_lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        self.draining = True
+        self._close_servers()
+        self._ticker.join(_TICK_S + 5)
+        self.sessions.end_all()
+        for store in self.stores.values():
+            store.close()
+
+    def _close_servers(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    def _listen(self, url: str, option: str, number: int) -> ChannelServer:
+        wire = self.config.wire
+        options = ChannelOptions(
+            role="daemon",
+            session="daemon",
+            checksum=wire.checksum,
+            hello_timeout_s=wire.hello_timeout,
+            max_meta_nbytes=wire.max_meta,
+            max_payload_nbytes=wire.max_payload,
+            capabilities=(SHARED_ARENA,),
+            epoch=self._store.arena.epoch,
+        )
+        try:
+            return ChannelServer(
+                url,
+                options,
+                self._serve,
+                name="daemon" if number == 0 else f"daemon-{number}",
+                max_connections=wire.max_connections,
+                idle_timeout_s=wire.idle_timeout,
+            )
+        except ConnectError as error:
+            raise listening(error, url, option) from error
+        except UnknownPluginError as error:
+            raise ConfigError(f"{url} ({option}): {error}") from error
+
+    def _serve(self, channel: Channel) -> None:
+        Service(self, channel).run()
+
+    def _tick(self) -> None:
+        """Once a second: end what is past its deadline or whose process is gone."""
+        while not self._closed.wait(_TICK_S):
+            try:
+                for store in self.stores.values():
+                    store.poll()
+                self.sessions.sweep()
+            except KVFerryError as error:
+                log.warning("the daemon's tick failed: %s", error)
+            except Exception:
+                log.exception("the daemon's tick failed")

@@ -1,0 +1,356 @@
+"""One connection of a client: requests answered in order, by the thread of the connection."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from kvferry.core.blockstore import Hit
+from kvferry.core.buffers import Buf, page_aligned
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import (
+    ConfigError,
+    KVFerryError,
+    OverloadedError,
+    ProtocolError,
+    RequestError,
+    SpecMismatchError,
+)
+from kvferry.core.keys import BlockKey, split_keys
+from kvferry.core.leases import SlotLease, SlotReadLease, SlotWriteLease
+from kvferry.core.memory_namespace import MemoryNamespace
+from kvferry.core.segments import Slot
+from kvferry.wire import daemon_messages as d
+from kvferry.wire.channel import Channel
+from kvferry.wire.incoming import Incoming
+from kvferry.wire.messages import AttachArena, Message, Ping, Pong
+from kvferry.wire.shared_arena import ArenaOffer, can_share_arena
+
+if TYPE_CHECKING:
+    from kvferry.daemon.node import Daemon
+
+__all__ = ["Service"]
+
+log = logging.getLogger(__name__)
+
+_IDLE_S: Final = 3600.0
+_SEND_S: Final = 10.0
+_SLOWEST: Final = 10e6  # bytes a second below which a client counts as stuck
+_MAX_NAMESPACES: Final = 1024
+_MOST_IN_ONE_NBYTES: Final = 16 << 20  # of a save in one frame, what is stored already included
+
+
+class Reply(NamedTuple):
+    """What a request is answered with."""
+
+    message: Message
+    payload: Sequence[Buf] = ()
+
+
+class Service:
+    """Serves one channel until it ends. Used by the thread of the connection alone.
+
+    Args:
+        node: The daemon's parts.
+        channel: The connection, after its handshake.
+
+    Raises:
+        KVFerryError: If the client has no right to be here, or its channel ends.
+    """
+
+    def __init__(self, node: Daemon, channel: Channel) -> None:
+        self._node = node
+        self._channel = channel
+        tenant = node.tenant_of(channel)
+        store = node.store_of(tenant)
+        self._arena = store.arena
+        self._pid = (channel.peer_pid or 0) if can_share_arena(channel) else 0
+        self._shares = self._pid > 0
+        self._offer = ArenaOffer(channel, store.arena, may_write=True)
+        self._namespaces: list[MemoryNamespace] = []
+        self._by_id: dict[bytes, int] = {}
+        self._session = node.sessions.join(channel, tenant, store)
+        self._verbs: dict[type[Message], Callable[[Any], Reply]] = {
+            d.OpenNamespace: self._open,
+            d.LookupBlocks: self._lookup,
+            d.LoadBlocks: self._load,
+            d.ReserveBlocks: self._reserve,
+            d.EndLeases: lambda _: Reply(d.Done()),
+            d.QuarantineLease: self._quarantine,
+            d.RenewLease: self._renew,
+            d.FindLease: self._find,
+            d.BlockVerb: self._block_verb,
+            d.FlushStore: self._flush,
+            d.GetStats: lambda _: Reply(d.StoreStats(stats=self._session.store.stats())),
+            d.PollStore: self._poll,
+            Ping: lambda _: Reply(Pong()),
+        }
+
+    def run(self) -> None:
+        """Answer requests until the channel ends."""
+        channel = self._channel
+        try:
+            while True:
+                incoming = channel.receive_idle(deadline_in(_IDLE_S))
+                if incoming is not None:
+                    self._answer(incoming)
+        finally:
+            self._node.sessions.leave(self._session)
+
+    def _answer(self, incoming: Incoming) -> None:
+        message = incoming.message
+        try:
+            with self._node.work.under_way():
+                if isinstance(message, d.Request):
+                    if message.ended:
+                        self._session.end(message.ended)
+                    if message.abandoned:
+                        self._session.abandon(message.abandoned)
+                if isinstance(message, AttachArena):
+                    self._attach(incoming)
+                    return
+                reply = self._reply_to(incoming)
+        except KVFerryError as error:
+            if self._channel.closed or (isinstance(error, ProtocolError) and error.remote):
+                raise
+            log.debug("%s: %s refused: %s", self._channel.address, type(message).__name__, error)
+            incoming.discard(self._send_by(incoming.payload_nbytes))
+            self._channel.send_failure(error, deadline=deadline_in(_SEND_S), request_id=incoming.request_id)
+            return
+        nbytes = sum(map(len, cast("Sequence[memoryview]", reply.payload)))
+        self._channel.reply(incoming, reply.message, reply.payload, deadline=self._send_by(nbytes))
+
+    def _reply_to(self, incoming: Incoming) -> Reply:
+        message = incoming.message
+        if isinstance(message, d.CommitBlocks):
+            return self._commit(message, incoming)
+        if isinstance(message, d.SaveBlocks):
+            return self._save(message, incoming)
+        verb = self._verbs.get(type(message))
+        if verb is None:
+            raise ProtocolError(
+                f"{self._channel.address}: {type(message).__name__} is no request to a daemon", remote=True
+            )
+        return verb(message)
+
+    @staticmethod
+    def _send_by(nbytes: int) -> float:
+        return deadline_in(_SEND_S + nbytes / _SLOWEST)
+
+    def _require_taking(self) -> None:
+        if self._node.draining:
+            raise OverloadedError("the daemon is draining: it finishes what is under way and then ends")
+
+    # ---- namespaces ------------------------------------------------------------------------------
+
+    def _open(self, message: d.OpenNamespace) -> Reply:
+        number = self._by_id.get(message.namespace_id)
+        if number is None:
+            if len(self._namespaces) >= _MAX_NAMESPACES:
+                raise OverloadedError(f"a connection has at most {_MAX_NAMESPACES} namespaces")
+            namespace = self._session.store.namespace(message.spec, message.scope)
+            if namespace.namespace_id != message.namespace_id:
+                raise SpecMismatchError(
+                    f"the client computes namespace {message.namespace_id[:32].hex()} of "
+                    f"{message.spec.describe()}, the daemon {namespace.namespace_id.hex()}: they are of "
+                    "different versions, update one of them"
+                )
+            number = self._by_id[message.namespace_id] = len(self._namespaces)
+            self._namespaces.append(namespace)
+        shares = self._shares
+        return Reply(
+            d.NamespaceOpened(
+                namespace=number,
+                lease_s=self._node.lease_s,
+                shared=shares,
+                writable=shares and self._arena.shared,
+            )
+        )
+
+    def _namespace(self, number: int) -> MemoryNamespace:
+        if number >= len(self._namespaces):
+            raise ProtocolError(
+                f"{self._channel.address}: namespace {number} was not opened on this connection", remote=True
+            )
+        return self._namespaces[number]
+
+    def _attach(self, incoming: Incoming) -> None:
+        if not self._shares:
+            raise ConfigError("memory is shared with processes of this machine that the daemon can watch")
+        self._offer.answer(incoming, deadline_in(_SEND_S))
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _lookup(self, message: d.LookupBlocks) -> Reply:
+        hit = self._namespace(message.namespace).lookup(split_keys(message.keys))
+        tiers = tuple(dict.fromkeys(t for t in hit.tiers if t is not None))
+        return Reply(d.LookedUp(tiers=tiers, found=_packed(hit, tiers)))
+
+    def _load(self, message: d.LoadBlocks) -> Reply:
+        self._require_taking()
+        namespace = self._namespace(message.namespace)
+        keys = split_keys(message.keys)
+        if message.inline:
+            keys = keys[: self._node.max_payload_nbytes // max(1, namespace.block_nbytes)]
+        self._session.expect(message.lease)
+        lease = namespace.load(keys, deadline=deadline_in(message.timeout_s))
+        self._session.add(message.lease, lease)
+        if message.inline:
+            loaded = d.Loaded(blocks=len(lease), expires_at=_moment(lease))
+            return Reply(loaded, [lease.view(index) for index in range(len(lease))])
+        return Reply(
+            d.Loaded(
+                blocks=len(lease),
+                expires_at=_moment(lease),
+                epoch=self._arena.epoch,
+                slots=_pack_slots(lease.slots),
+            )
+        )
+
+    def _find(self, message: d.FindLease) -> Reply:
+        lease = self._session.get(message.lease)
+        lease.require_active()
+        inline = message.inline or not self._shares
+        found = d.FoundLease(
+            kind="read" if isinstance(lease, SlotReadLease) else "write",
+            spec=lease.spec,
+            keys=b"".join(lease.keys),
+            expires_at=_moment(lease),
+            epoch=self._arena.epoch,
+            slots=b"" if inline else _pack_slots(lease.slots),
+        )
+        if inline and isinstance(lease, SlotReadLease):
+            return Reply(found, [lease.view(index) for index in range(len(lease))])
+        return Reply(found)
+
+    # ---- writing ---------------------------------------------------------------------------------
+
+    def _reserve(self, message: d.ReserveBlocks) -> Reply:
+        self._require_taking()
+        keys = split_keys(message.keys)
+        self._session.expect(message.lease)
+        parent = None if message.parent is None else BlockKey(message.parent)
+        lease = self._namespace(message.namespace).reserve(
+            keys, parent=parent, deadline=deadline_in(message.timeout_s)
+        )
+        self._session.add(message.lease, lease)
+        inline = message.inline or not (self._shares and self._arena.shared)
+        return Reply(
+            d.Reserved(
+                blocks=len(lease),
+                keys=b"" if lease.keys == tuple(keys) else b"".join(lease.keys),
+                expires_at=_moment(lease),
+                epoch=self._arena.epoch,
+                slots=b"" if inline else _pack_slots(lease.slots),
+            )
+        )
+
+    def _commit(self, message: d.CommitBlocks, incoming: Incoming) -> Reply:
+        lease = self._write_lease(message.lease)
+        if incoming.payload_nbytes:
+            wanted = len(lease) * lease.spec.block_nbytes
+            if incoming.payload_nbytes != wanted:
+                raise ProtocolError(
+                    f"{self._channel.address}: {incoming.payload_nbytes} bytes for {len(lease)} blocks of "
+                    f"{wanted} bytes in all",
+                    remote=True,
+                )
+            with lease.writing():
+                views = [lease.view(index) for index in range(len(lease))]
+                incoming.read_into(views, deadline_in(message.timeout_s))
+        if not message.publish:
+            stored = lease.commit()
+            self._session.forget(message.lease)
+            return Reply(d.Stored(blocks=stored))
+        self._session.expect(message.publish)
+        stored, held = lease.publish()
+        self._session.forget(message.lease)
+        self._session.add(message.publish, held)
+        return Reply(d.Stored(blocks=stored, expires_at=_moment(held)))
+
+    def _save(self, message: d.SaveBlocks, incoming: Incoming) -> Reply:
+        self._require_taking()
+        namespace = self._namespace(message.namespace)
+        keys = split_keys(message.keys)
+        if incoming.payload_nbytes != len(keys) * namespace.block_nbytes or len(set(keys)) < len(keys):
+            raise ProtocolError(
+                f"{self._channel.address}: {incoming.payload_nbytes} bytes for {len(keys)} blocks of "
+                f"{namespace.block_nbytes} bytes",
+                remote=True,
+            )
+        if incoming.payload_nbytes > _MOST_IN_ONE_NBYTES:
+            raise RequestError(
+                f"a save of {incoming.payload_nbytes} bytes in one frame, at most {_MOST_IN_ONE_NBYTES} are "
+                "taken: reserve first, then send what is missing"
+            )
+        deadline = deadline_in(message.timeout_s)
+        parent = None if message.parent is None else BlockKey(message.parent)
+        with namespace.reserve(keys, parent=parent, deadline=deadline) as lease:
+            with lease.writing():
+                incoming.read_into(self._places(lease, keys, namespace.block_nbytes), deadline)
+            return Reply(d.Stored(blocks=lease.commit()))
+
+    @staticmethod
+    def _places(lease: SlotWriteLease, keys: Sequence[BlockKey], block_nbytes: int) -> list[memoryview]:
+        """Where each block goes: its slot, or nowhere if it is stored already."""
+        slots = {key: lease.view(index) for index, key in enumerate(lease.keys)}
+        if len(slots) == len(keys):
+            return list(slots.values())
+        nowhere = page_aligned((len(keys) - len(slots)) * block_nbytes)  # little: see _MOST_IN_ONE_NBYTES
+        dropped = (nowhere[at : at + block_nbytes] for at in range(0, len(nowhere), block_nbytes))
+        return [slots[key] if key in slots else next(dropped) for key in keys]
+
+    def _write_lease(self, number: int) -> SlotWriteLease:
+        lease = self._session.get(number)
+        if not isinstance(lease, SlotWriteLease):
+            raise ProtocolError(f"{self._channel.address}: lease {number:x} is for reading", remote=True)
+        return lease
+
+    def _quarantine(self, message: d.QuarantineLease) -> Reply:
+        self._session.store.store.quarantine_write(self._write_lease(message.lease))
+        return Reply(d.Done())
+
+    # ---- the rest --------------------------------------------------------------------------------
+
+    def _renew(self, message: d.RenewLease) -> Reply:
+        lease = self._session.get(message.lease)
+        lease.renew()
+        return Reply(d.LeaseRenewed(expires_at=_moment(lease)))
+
+    def _block_verb(self, message: d.BlockVerb) -> Reply:
+        namespace, keys, count = self._namespace(message.namespace), split_keys(message.keys), 0
+        if message.verb == "prefetch":
+            namespace.prefetch(keys)
+        elif message.verb == "pin":
+            count = namespace.pin(keys, ttl=message.ttl_s)
+        elif message.verb == "unpin":
+            namespace.unpin(keys)
+        elif message.verb == "remove":
+            count = namespace.remove(keys)
+        else:
+            count = namespace.clear()
+        return Reply(d.Done(count=count))
+
+    def _flush(self, message: d.FlushStore) -> Reply:
+        return Reply(d.Done(count=int(self._session.store.flush(deadline=deadline_in(message.timeout_s)))))
+
+    def _poll(self, message: d.PollStore) -> Reply:
+        del message
+        return Reply(d.Completions(completions=tuple(self._session.store.poll())))
+
+
+def _moment(lease: SlotLease) -> float:
+    return lease.expires_at if lease.keys else 0.0
+
+
+def _packed(hit: Hit, tiers: Sequence[str]) -> bytes:
+    numbers: dict[str | None, int] = {None: 0, **{tier: n for n, tier in enumerate(tiers, 1)}}
+    return bytes(map(numbers.__getitem__, hit.tiers))
+
+
+def _pack_slots(slots: Sequence[Slot]) -> bytes:
+    words = chain.from_iterable([(s.segment, s.offset, s.generation) for s in slots])
+    return struct.pack(f"<{3 * len(slots)}Q", *words)

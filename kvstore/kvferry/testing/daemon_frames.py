@@ -1,0 +1,48 @@
+"""An example of each message between a client and the cache daemon: for golden frames, and to be mutated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.core.blockstore import Completion, Stats
+from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.wire import daemon_messages as d
+from kvferry.wire.messages import Message
+
+__all__ = ["daemon_frames"]
+
+
+def daemon_frames(spec: KVSpec, scope: KeyScope) -> list[tuple[Message, bytes]]:
+    """Each message with all of its fields, and the payload of those that can have one."""
+    keys, slot = bytes(range(64)), bytes(range(24))
+    more: dict[str, Any] = {"ended": (7, 2**63), "abandoned": (9,)}
+    stats = Stats(entries=2, used_nbytes=8192, per_tier={"dram": {"entries": 2.0}})
+    done = Completion("prefetch-1", "prefetch", False, 4096, 0.5, (1,))
+    at: dict[str, Any] = {"expires_at": 30.5, "epoch": "e1"}
+    opened = d.NamespaceOpened(namespace=1, lease_s=30.0, shared=True, writable=True)
+    return [
+        (d.OpenNamespace(spec=spec, scope=scope, namespace_id=bytes(32), **more), b""),
+        (opened, b""),
+        (d.LookupBlocks(namespace=1, keys=keys), b""),
+        (d.LookedUp(tiers=("dram", "disk"), found=b"\x01\x02"), b""),
+        (d.LoadBlocks(namespace=1, keys=keys, lease=8, timeout_s=1.5, inline=True), b""),
+        (d.Loaded(blocks=1, slots=slot, **at), bytes(range(128))),
+        (d.ReserveBlocks(namespace=1, keys=keys, lease=8, timeout_s=1.5, parent=bytes(32), inline=True), b""),
+        (d.Reserved(blocks=1, keys=keys[:32], slots=slot, **at), b""),
+        (d.CommitBlocks(lease=8, timeout_s=1.5, publish=9), bytes(range(128))),
+        (d.SaveBlocks(namespace=1, keys=keys, timeout_s=1.5, parent=bytes(32)), bytes(range(128))),
+        (d.Stored(blocks=2, expires_at=30.5), b""),
+        (d.EndLeases(**more), b""),
+        (d.QuarantineLease(lease=8), b""),
+        (d.RenewLease(lease=8), b""),
+        (d.LeaseRenewed(expires_at=60.5), b""),
+        (d.FindLease(lease=8, inline=True), b""),
+        (d.FoundLease(kind="read", spec=spec, keys=keys[:32], slots=slot, **at), bytes(range(128))),
+        (d.BlockVerb(namespace=1, verb="pin", keys=keys, ttl_s=60.0), b""),
+        (d.FlushStore(timeout_s=1.5), b""),
+        (d.Done(count=3), b""),
+        (d.GetStats(), b""),
+        (d.StoreStats(stats=stats), b""),
+        (d.PollStore(), b""),
+        (d.Completions(completions=(done,)), b""),
+    ]  # fmt: skip
