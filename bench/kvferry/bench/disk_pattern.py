@@ -49,16 +49,18 @@ class FileShape:
 class DiskPattern:
     """One file a block: temporary name, header page and data in one call, sync, rename; read whole.
 
-    Files lie in folders as those of the tier do, by the first byte of a hash, made when first needed: the
-    cost of a new file depends much on its folder, since file systems place both near each other.
+    Files lie in folders as those of the tier do, by the first two digits of their names.
 
     Args:
-        directory: Where; made if it is not there.
+        directory: Where; it and its folders are made when first needed. Give that of the tier itself: what a
+            file costs depends much on its folder, since file systems place both near each other.
         shape: See :class:`FileShape`.
+        names: Of the files, by their number; names of its own, made from a hash, without it.
     """
 
-    def __init__(self, directory: Path, shape: FileShape) -> None:
-        self.directory = directory / "tenant" / "namespace"
+    def __init__(self, directory: Path, shape: FileShape, names: Sequence[str] = ()) -> None:
+        self.directory = directory
+        self._names = names
         self._shape = shape
         self.directory.mkdir(parents=True, exist_ok=True)
         self._folders: dict[str, int] = {}
@@ -93,7 +95,10 @@ class DiskPattern:
 
     def _place(self, number: int) -> tuple[int, str]:
         """Folder and name of a file."""
-        name = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).hexdigest()
+        if self._names:
+            name = self._names[number]
+        else:
+            name = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).hexdigest()
         shard = name[:2]
         folder = self._folders.get(shard)
         if folder is None:

@@ -186,6 +186,23 @@ def test_what_is_planted_or_damaged_is_no_matter_to_its_neighbours(make_tier: Ma
     assert outcomes(read(tier, namespace, keys)) == [MISS, bad, HIT, bad, bad, HIT, bad, HIT]
 
 
+@pytest.mark.parametrize("direct", ["on", "off"])
+def test_files_of_several_pieces_are_checked_in_each(make_tier: MakeTier, folder: Path, direct: str) -> None:
+    tier = make_tier(capacity_nbytes=64 << 20, direct=direct)
+    namespace = opened(tier, odd_spec((5 << 20) + 64))
+    keys = of_one_folder(4)
+    write(tier, namespace, keys)
+    assert outcomes(read(tier, namespace, keys)) == [HIT] * 4
+    paths = {p.name[:64]: p for p in folder.rglob("*.safetensors")}
+    for key, at in zip(keys, (8192, 3 << 20, (5 << 20) + 4096 + 32), strict=False):
+        with paths[key.hex()].open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+    assert outcomes(read(tier, namespace, keys)) == [ReadOutcome.CORRUPT] * 3 + [HIT]
+
+
 def test_nothing_is_begun_after_the_deadline_or_the_end(tmp_path: Path, kernel: str) -> None:
     runs = file_runs()
     if kernel == "python" or runs is None:
@@ -197,8 +214,9 @@ def test_nothing_is_begun_after_the_deadline_or_the_end(tmp_path: Path, kernel: 
     def files(seconds: float, error: int = 0) -> list[int]:
         run = runs.begin(template, 2)
         for number in range(2):
-            where = (address_of(page), address_of(data), 0)
-            run.add_write(folder, error, where, f"n{number}", f"t{number}", ctypes.addressof(ended))
+            where, sum_at = (address_of(page), address_of(data), 0), template.checksum_at(None)
+            names = f"n{number}", f"t{number}"
+            run.add_write(folder, error, where, sum_at, *names, ctypes.addressof(ended))
         return [each[0] for each in runs.write(run, "none", time.monotonic() + seconds)]
 
     try:

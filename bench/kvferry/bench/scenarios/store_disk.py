@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
@@ -17,7 +18,7 @@ from kvferry.bench.scenarios.store import StoreOptions, Workplace
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError
 from kvferry.core.keys import BlockKey, block_keys
-from kvferry.store.disk import DiskOptions, DiskTier
+from kvferry.store.disk import DiskOptions, DiskTier, names
 from kvferry.store.disk.header import HeaderTemplate
 from kvferry.store.disk.options import Direct, Sync
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
@@ -82,7 +83,13 @@ class _Disk:
             write_threads=self.options.write_threads,
             batch=self.batch,
         )
-        self.pattern = DiskPattern(self.folder / "pattern", self.shape)
+        self.pattern = DiskPattern(self.namespace_folder, self.shape)
+
+    @property
+    def namespace_folder(self) -> Path:
+        """Where the tier's files are, in folders by the first byte of the key."""
+        space = self.space
+        return self.folder / "tier" / names.tenant_folder(space.tenant) / space.namespace_id.hex()
 
     def keys(self, first: int) -> list[BlockKey]:
         """Keys of one call's chain, whose first block is block ``first``."""
@@ -159,6 +166,18 @@ class _Disk:
             "cpus": os.cpu_count() or 1,
         }
 
+    def room(self, nbytes: int) -> list[memoryview]:
+        """Memory for so many bytes of blocks, at least those of a run."""
+        count = max(self.calls * self.batch, -(-nbytes // self.nbytes))
+        walk = ColdWalk(self.nbytes, count * self.nbytes, fill=0)
+        return [walk.take() for _ in range(count)]
+
+    def pattern_reads_the_tier(self) -> None:
+        """Let the baseline read the tier's files."""
+        self.pattern.close()
+        keys = [key for call in range(self.held_calls) for key in self.keys(call * self.batch)]
+        self.pattern = DiskPattern(self.namespace_folder, self.shape, [names.block_name(key) for key in keys])
+
     def close(self) -> None:
         self.tier.close()
         self.pattern.close()
@@ -181,7 +200,7 @@ class _Turns:
 
 
 class _Writes:
-    """New files each time.
+    """New files each time, those of both sides in the same folders.
 
     None is removed before the end: a file system may spare the place of a file that was just removed, and
     look long for another, at the cost of whoever comes next.
@@ -232,22 +251,27 @@ def run_write(options: StoreOptions, progress: Progress) -> Iterator[Result]:
 
 
 class _Reads:
-    """Reads of files that no cache holds, into memory that is walked through."""
+    """Reads of files that no cache holds, into memory that is walked through.
 
-    def __init__(self, disk: _Disk, walk_nbytes: int, *, tier: bool) -> None:
+    Both sides read the same files into the same memory in each round: how fast that goes depends, by a factor
+    of two and for good, on where a file has come to lie on the device, and on whether the pages of the memory
+    happen to be neighbours.
+    """
+
+    def __init__(self, disk: _Disk, into: Sequence[memoryview], *, tier: bool) -> None:
         self._disk, self._tier = disk, tier
-        self._folder = disk.folder / ("tier" if tier else "pattern")
         self._turns = _Turns(disk, disk.held_calls)
-        run_nbytes = disk.calls * disk.batch * disk.nbytes
-        self._into = ColdWalk(disk.nbytes, max(walk_nbytes, run_nbytes), fill=0)
+        self._into = into
+        self._at = 0
         self.firsts: list[int] = []
         self.views: list[memoryview] = []
 
     def __call__(self) -> Sample:
         disk = self._disk
-        drop_page_cache(self._folder)
+        drop_page_cache(disk.folder)
         self.firsts = self._turns.take()
-        self.views = [self._into.take() for _ in range(disk.calls * disk.batch)]
+        self.views = [self._into[(self._at + n) % len(self._into)] for n in range(disk.calls * disk.batch)]
+        self._at += len(self.views)
         if self._tier:
             return disk.read(self.firsts, self.views)
         return disk.pattern.read([f + n for f in self.firsts for n in range(disk.batch)], self.views)
@@ -261,11 +285,12 @@ def run_read(options: StoreOptions, progress: Progress) -> Iterator[Result]:
             disk = _Disk(nbytes, options, place)
             try:
                 disk.write([call * disk.batch for call in range(disk.held_calls)])
-                disk.pattern.write(0, [disk.source[n] for n in range(disk.held_calls * disk.batch)])
+                disk.pattern_reads_the_tier()
                 os.sync()  # what is dirty cannot be dropped from the page cache
-                reads = _Reads(disk, options.walk_nbytes, tier=True)
+                into = disk.room(options.walk_nbytes)
+                reads = _Reads(disk, into, tier=True)
                 samples = run_paired(
-                    {"subject": reads, "disk_pattern": _Reads(disk, options.walk_nbytes, tier=False)},
+                    {"subject": reads, "disk_pattern": _Reads(disk, into, tier=False)},
                     runs=options.runs,
                     warmup=options.warmup,
                     progress=progress,

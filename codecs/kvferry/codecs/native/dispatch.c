@@ -120,8 +120,8 @@ KVC_EXPORT uint64_t kvc_hash_end(const kvc_hash *state) { return hash_end(state,
 
 KVC_EXPORT size_t kvc_file_nbytes(void) { return sizeof(kvc_file); }
 KVC_EXPORT size_t kvc_write_files(kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline) {
-    return files_write(files, count, nbytes, create, reuse, sync, deadline);
+    return files_write(files, count, nbytes, create, reuse, sync, deadline, chosen());
 }
-KVC_EXPORT size_t kvc_read_files(kvc_file *files, size_t count, int flags, double deadline) {
-    return files_read(files, count, flags, deadline);
+KVC_EXPORT size_t kvc_read_files(kvc_file *files, size_t count, int64_t nbytes, int flags, double deadline) {
+    return files_read(files, count, nbytes, flags, deadline, chosen());
 }

@@ -4,6 +4,9 @@
 #ifndef KVC_FILES_H
 #define KVC_FILES_H
 
+#include "aio.h"
+#include "hash.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <stddef.h>
@@ -28,9 +31,12 @@ typedef struct {
     int32_t spare_folder;          // of the file that is written over; negative: a new one is made
     int32_t step, error;           // out; error is an errno
     int32_t reused;                // out: whether the spare has left its place
-    int64_t nbytes;                // out: bytes that were read or written
+    int32_t rest;                  // bytes of the data in the last part; the others are in the one before it
+    int32_t sum_at;                // when writing: where 16 digits for the checksum are in the first part
+    int64_t nbytes;                // out: bytes that were written, or that the file to be read has
     int64_t size, blocks;          // out: of the file, as fstat tells
     int64_t folder_blocks;         // out: of its folder, after the file came into it
+    uint64_t checksum;             // out: of the data
     char name[80], temporary[96], spare[80];
 } kvc_file;
 
@@ -98,8 +104,20 @@ static int files_put(kvc_file *f, int fd, int64_t nbytes) {
     return 0;
 }
 
-static int files_write_one(kvc_file *f, int64_t nbytes, int create, int reuse, int sync) {
+// Hash the data, and write that into the header.
+static void files_seal(kvc_file *f, const kvc_kernels *k) {
+    uint8_t *digits = (uint8_t *)f->parts[0].iov_base + f->sum_at;
+    kvc_hash hash;
+    hash_begin(&hash);
+    hash_update(&hash, f->parts[1].iov_base, f->parts[1].iov_len, k);
+    hash_update(&hash, f->parts[2].iov_base, (size_t)f->rest, k);
+    f->checksum = hash_end(&hash, k);
+    for (int i = 0; i < 16; i++) digits[i] = (uint8_t)"0123456789abcdef"[f->checksum >> (60 - 4 * i) & 15];
+}
+
+static int files_write_one(kvc_file *f, int64_t nbytes, int create, int reuse, int sync, const kvc_kernels *k) {
     struct stat found;
+    files_seal(f, k);
     const int fd = files_take(f, create, reuse, nbytes);
     if (fd < 0) return -1;
     if (files_put(f, fd, nbytes) < 0 || (sync && fdatasync(fd) < 0) || fstat(fd, &found) < 0) {
@@ -121,33 +139,107 @@ static int files_write_one(kvc_file *f, int64_t nbytes, int create, int reuse, i
 // (seconds of CLOCK_MONOTONIC). A file gets its name when it is whole; one that failed lies there under its temporary
 // name from KVC_WRITE on, under its name from KVC_SYNC_FOLDER on. sync: 0 none, 1 its data, 2 its name too.
 // Returns how many were written.
-static size_t files_write(kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline) {
+static size_t files_write(
+    kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline, const kvc_kernels *k) {
     size_t done = 0;
-    while (done < count && files_due(&files[done], deadline) && !files_write_one(&files[done], nbytes, create, reuse, sync))
+    while (done < count && files_due(&files[done], deadline) &&
+           !files_write_one(&files[done], nbytes, create, reuse, sync, k))
         done++;
     return done;
 }
 
-// Read files, one after another, each by one call into its parts, up to the first that is not begun by the deadline.
-// What is behind the data must be in the last part. Returns how many were begun; each has its own error.
-static size_t files_read(kvc_file *files, size_t count, int flags, double deadline) {
-    size_t done = 0;
-    for (; done < count && files_due(&files[done], deadline); done++) {
-        kvc_file *f = &files[done];
-        const int fd = files_open(f->folder, f->name, flags | f->flags);
-        ssize_t got;
-        if (fd < 0) {
-            files_fail(f, KVC_OPEN);
-            continue;
-        }
-        do got = preadv(fd, f->parts, KVC_PARTS, 0);
-        while (got < 0 && errno == EINTR);
-        if (got < 0) files_fail(f, KVC_WRITE);
-        else f->step = KVC_DONE;
-        f->nbytes = (int64_t)got;
-        files_close(fd);
+// ---- reading --------------------------------------------------------------------------------------------------------
+
+#define FILES_PIECE ((size_t)2 << 20) // bytes of one read: what was read before is hashed while it is under way
+
+// A file that is being read: in pieces, each of which is a slot of a ring.
+typedef struct {
+    kvc_file *file;
+    kvc_hash hash;
+    int fd;
+    size_t sent, taken; // bytes of the data for which a read was sent, and that were hashed
+} files_reading;
+
+// Open a file of `nbytes`; whether it is to be read. If it is not, that is said in it.
+static int files_begin_read(files_reading *r, kvc_file *f, int64_t nbytes, int flags) {
+    struct stat found;
+    r->file = f;
+    r->sent = r->taken = 0;
+    hash_begin(&r->hash);
+    r->fd = files_open(f->folder, f->name, flags | f->flags);
+    if (r->fd < 0) return files_fail(f, KVC_OPEN), 0;
+    if (fstat(r->fd, &found) < 0) files_fail(f, KVC_WRITE);
+    else if (f->step = KVC_DONE, f->nbytes = (int64_t)found.st_size, f->nbytes == nbytes) return 1;
+    files_close(r->fd);
+    return 0;
+}
+
+// The next piece of a file. The first has the header, the last what is behind the whole pages of the data.
+static void files_next_piece(files_reading *r, aio_read *piece) {
+    const struct iovec *parts = r->file->parts;
+    const size_t left = parts[1].iov_len - r->sent, nbytes = left < FILES_PIECE + FILES_PIECE / 2 ? left : FILES_PIECE;
+    const struct iovec none = {NULL, 0};
+    piece->fd = r->fd;
+    piece->at = r->sent ? (int64_t)(parts[0].iov_len + r->sent) : 0;
+    piece->parts[0] = r->sent ? none : parts[0];
+    piece->parts[1] = (struct iovec){(char *)parts[1].iov_base + r->sent, nbytes};
+    r->sent += nbytes;
+    piece->parts[2] = r->sent == parts[1].iov_len ? parts[2] : none;
+}
+
+// A piece has been read.
+static void files_take_piece(files_reading *r, const aio_read *piece, const kvc_kernels *k) {
+    kvc_file *f = r->file;
+    const struct iovec *parts = piece->parts;
+    if (piece->result < 0) {
+        f->step = KVC_WRITE;
+        f->error = (int32_t)-piece->result;
+    } else if ((size_t)piece->result != parts[0].iov_len + parts[1].iov_len + parts[2].iov_len) {
+        f->nbytes = -1; // it has been cut since
     }
-    return done;
+    if (f->step == KVC_DONE) {
+        hash_update(&r->hash, parts[1].iov_base, parts[1].iov_len, k);
+        if (parts[2].iov_len) hash_update(&r->hash, parts[2].iov_base, (size_t)f->rest, k);
+    }
+    r->taken += parts[1].iov_len;
+    if (r->taken < f->parts[1].iov_len) return;
+    f->checksum = hash_end(&r->hash, k);
+    files_close(r->fd);
+}
+
+// Read files of `nbytes`, a few reads at a time, and hash their data, up to the first that is not begun by the
+// deadline. Files of another size are not read: that is in their nbytes. Returns how many were begun; each has its own
+// error.
+static size_t files_read(
+    kvc_file *files, size_t count, int64_t nbytes, int flags, double deadline, const kvc_kernels *k) {
+    aio_read ring[AIO_DEPTH];
+    files_reading open[AIO_DEPTH], *owners[AIO_DEPTH], *filling = NULL; // of pieces; the one whose pieces are being sent
+    size_t first = 0, next = 0, begun = 0, opened = 0;                  // pieces taken and sent, files
+    aio_context_t context = 0;
+    for (int more = 1; more || first < next;) {
+        while (more && next - first < AIO_DEPTH) {
+            if (!filling) { // each open file has a piece under way: there is room for one more
+                kvc_file *f = &files[begun];
+                more = begun < count && files_due(f, deadline);
+                if (!more) break;
+                begun++;
+                if (!files_begin_read(&open[opened % AIO_DEPTH], f, nbytes, flags)) continue;
+                filling = &open[opened++ % AIO_DEPTH];
+                if (!context && f->flags) context = aio_take();
+            }
+            aio_read *piece = &ring[next % AIO_DEPTH];
+            owners[next++ % AIO_DEPTH] = filling;
+            files_next_piece(filling, piece);
+            aio_send(filling->file->flags ? context : 0, piece);
+            if (filling->sent == filling->file->parts[1].iov_len) filling = NULL;
+        }
+        if (first == next) continue;
+        aio_wait(context, &ring[first % AIO_DEPTH]);
+        files_take_piece(owners[first % AIO_DEPTH], &ring[first % AIO_DEPTH], k);
+        first++;
+    }
+    aio_give_back(context);
+    return begun;
 }
 
 #endif

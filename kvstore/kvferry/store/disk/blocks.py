@@ -209,16 +209,16 @@ class BlockReader:
             views = [page, into[:-rest], last]
         else:
             views = [page, into, last[rest:]]
-        return self.finish(self._files.preadv(fd, views, 0), into, last, direct=direct)
-
-    def finish(self, nbytes: int, into: memoryview, last: memoryview, *, direct: bool) -> int | None:
-        """As :meth:`fetch`, after ``nbytes`` of the file were read to the same places."""
-        template = self._template
-        if nbytes != template.file_nbytes:
+        if self._files.preadv(fd, views, 0) != template.file_nbytes:
             return None
-        if direct and (rest := template.rest_nbytes):
-            copy_into(into[-rest:], last[:rest])
+        if direct:
+            self.join(into, last)
         return xxhash.xxh3_64_intdigest(into)
+
+    def join(self, into: memoryview, last: memoryview) -> None:
+        """Put the end of the data, which was read to ``last`` if it ends within a page, where it belongs."""
+        if rest := self._template.rest_nbytes:
+            copy_into(into[-rest:], last[:rest])
 
     def check(self, page: memoryview, key: BlockKey, checksum: int) -> Stored | None:
         """Compare a header with what :meth:`fetch` found; ``None`` if it is not as the template makes it.

@@ -127,10 +127,15 @@ class HeaderTemplate:
         self._start = _U64.pack(self.header_nbytes - _LENGTH_NBYTES)
         self._tails = tuple(fixed.ljust(self.header_nbytes - _TAIL_AT[has]) for has in (False, True))
 
-    def build(self, key: BlockKey, parent: BlockKey | None, position: int, checksum: int) -> bytes:
-        """The header of a block, ``header_nbytes`` long."""
+    def build(self, key: BlockKey, parent: BlockKey | None, position: int, checksum: int = 0) -> bytes:
+        """The header of a block, ``header_nbytes`` long; its checksum may be put in later."""
         head = _variable_part(parent, position, checksum, key)
         return b"".join((self._start, head, self._tails[parent is not None]))
+
+    @staticmethod
+    def checksum_at(parent: BlockKey | None) -> int:
+        """Where the 16 hexadecimal digits of the checksum are in the header of a block with that parent."""
+        return _TAIL_AT[parent is not None] - len(_AFTER_CHECKSUM) - _HEX_CHECKSUM
 
     def check(self, header: bytes, key: BlockKey) -> tuple[BlockKey | None, int, int] | None:
         """Parent, position and checksum of a header if it is exactly what :meth:`build` makes for ``key``.
@@ -166,13 +171,14 @@ _BEFORE_KEY: Final = b'{"__metadata__":{"format":"kvferry.block","version":"%d",
 _BEFORE_PARENT: Final = b'","parent":"'
 _BEFORE_POSITION: Final = b'","position":"'
 _BEFORE_CHECKSUM: Final = b'","xxh3_64":"'
+_AFTER_CHECKSUM: Final = b'",'
 _PARENT_AT: Final = _LENGTH_NBYTES + len(_BEFORE_KEY) + _HEX_KEY + len(_BEFORE_PARENT)
 
 
 _VARIABLE_PART: Final = b"".join(
     (
         _BEFORE_KEY.replace(b"%", b"%%"), b"%b", _BEFORE_PARENT, b"%b", _BEFORE_POSITION,
-        b"%%0%dd" % _POSITION_DIGITS, _BEFORE_CHECKSUM, b"%%0%dx" % _HEX_CHECKSUM, b'",',
+        b"%%0%dd" % _POSITION_DIGITS, _BEFORE_CHECKSUM, b"%%0%dx" % _HEX_CHECKSUM, _AFTER_CHECKSUM,
     )
 )  # fmt: skip
 

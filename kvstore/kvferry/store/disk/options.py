@@ -34,7 +34,7 @@ class DiskOptions:
             it likes; survives a crash of the process, and a crash of the machine may cost blocks, never
             make one wrong. ``data``: its data is durable. ``full``: its name too.
         direct: O_DIRECT: ``auto`` measures at the start whether it pays, for reads and writes apart.
-        read_threads: Files read at once.
+        read_threads: Threads that read; with O_DIRECT each has up to 8 reads in flight.
         write_threads: Files written at once.
         quarantine_nbytes: Bytes of corrupt files kept for a look, the oldest go first; part of the capacity.
         eviction: Name of the eviction policy.
@@ -131,7 +131,7 @@ _ABOUT: dict[str, tuple[str, str]] = {
     "keep_free": (_SIZE, "What stays free on the file system of each directory, whoever fills it."),
     "sync": ("one of none, data, full", "What is done before a block counts as stored."),
     "direct": ("one of auto, on, off", "O_DIRECT; auto measures at the start whether it pays."),
-    "read_threads": ("1 to 64", "Files read at once."),
+    "read_threads": ("1 to 64", "Threads that read; with O_DIRECT each has up to 8 reads in flight."),
     "write_threads": ("1 to 64", "Files written at once."),
     "quarantine": (_SIZE, "Corrupt files kept for a look, a part of the capacity, at most an eighth of it."),
     "eviction": ("the name of an eviction policy", "What is evicted first, such as lru or s3fifo."),

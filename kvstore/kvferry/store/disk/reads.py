@@ -105,6 +105,7 @@ def _fetch_together(
             run.add_read(folder.fd, flags, (page, into, tail), name)
     found = iter(state.runs.read(run, deadline))
     checksums: list[int | None] = []
+    wanted = home.template.file_nbytes
     for block, place, last in zip(blocks, places, own.tails, strict=False):
         if place is None:
             checksums.append(None)
@@ -112,11 +113,13 @@ def _fetch_together(
         result = next(found, None)
         if result is None:  # not begun
             break
-        _, error, _, nbytes, *_ = result
-        if error:
+        _, error, _, nbytes, _, _, _, checksum = result
+        if error or nbytes != wanted:
             _failed_direct(place.root, place.flags, error)
-            nbytes = 0
-        checksums.append(home.reader.finish(nbytes, block.into, last, direct=bool(place.flags)))
+            checksums.append(None)
+            continue
+        home.reader.join(block.into, last)
+        checksums.append(checksum)
     return checksums
 
 

@@ -25,14 +25,14 @@ WRITE: Final = 3
 SYNC_FOLDER: Final = 5
 DONE: Final = 6
 
-Written: TypeAlias = "tuple[int, int, int, int, int, int, int]"
+Written: TypeAlias = "tuple[int, int, int, int, int, int, int, int]"
 """What became of a file: the step it came to, the errno of that, whether the spare file has left its place,
 the bytes that were written, its size, the blocks of 512 bytes that it takes up, those of its folder (-1: not
-known).
+known), the checksum of its data.
 """
 
-_IN: Final = struct.Struct("<7Q6i4q80s96s80s")  # kvc_file of files.h
-_OUT: Final = struct.Struct("<68x3i4q256x")
+_IN: Final = struct.Struct("<7Q8i4qQ80s96s80s")  # kvc_file of files.h
+_OUT: Final = struct.Struct("<68x3i8x4qQ256x")
 _NO_FOLDER: Final = -1
 _SYNC: Final = {"none": 0, "data": 1, "full": 2}
 
@@ -60,8 +60,7 @@ class Run:
     """Files of one layout that are written, or read, by one call; the only one of its thread at a time.
 
     What is given by address or descriptor must stay until that call returns. Addresses are those of a file's
-    header, of its data, and of two pages: for what is behind the data, and with O_DIRECT for the end of the
-    data if that ends within a page; when writing always for that.
+    header, of its data, and of a page for the end of the data if that ends within a page.
 
     Args:
         template: Of the namespace: how long everything is.
@@ -75,15 +74,16 @@ class Run:
         self._view = _records.view
 
     def add_write(
-        self, folder: int, flags: int, addresses: tuple[int, int, int], name: str, temporary: str, ended: int,
-        spare_folder: int = _NO_FOLDER, spare: str = "",
+        self, folder: int, flags: int, addresses: tuple[int, int, int], sum_at: int, name: str,
+        temporary: str, ended: int, spare_folder: int = _NO_FOLDER, spare: str = "",
     ) -> None:  # fmt: skip
-        """A file to be written.
+        """A file to be written; the checksum of its data is put into its header.
 
         Args:
             folder: Descriptor of its folder.
             flags: To open it with, beside the usual ones.
             addresses: See above; what O_DIRECT takes if the flags ask for it.
+            sum_at: Where the digits of the checksum are in the header.
             name: Its name.
             temporary: The one it has first.
             ended: Address of 32 bits: it is not begun once they are not 0.
@@ -95,7 +95,7 @@ class Run:
         _IN.pack_into(
             self._view, self.count * _IN.size,
             page, template.header_nbytes, data, template.data_nbytes - rest, tail, ALIGNMENT if rest else 0,
-            ended, folder, flags, spare_folder, 0, 0, 0, 0, 0, 0, 0,
+            ended, folder, flags, spare_folder, 0, 0, 0, rest, sum_at, 0, 0, 0, 0, 0,
             name.encode(), temporary.encode(), spare.encode(),
         )  # fmt: skip
         self.count += 1
@@ -105,9 +105,9 @@ class Run:
         template, (page, into, tail) = self.template, addresses
         rest = template.rest_nbytes
         _IN.pack_into(
-            self._view, self.count * _IN.size, page, template.header_nbytes, into,
-            template.data_nbytes - (rest if flags else 0), tail, 2 * ALIGNMENT if rest else ALIGNMENT,
-            0, folder, flags, _NO_FOLDER, 0, 0, 0, 0, 0, 0, 0, name.encode(), b"", b"",
+            self._view, self.count * _IN.size,
+            page, template.header_nbytes, into, template.data_nbytes - rest, tail, ALIGNMENT if rest else 0,
+            0, folder, flags, _NO_FOLDER, 0, 0, 0, rest, 0, 0, 0, 0, 0, 0, name.encode(), b"", b"",
         )  # fmt: skip
         self.count += 1
 
@@ -128,7 +128,7 @@ class FileRuns:
         self._write: Any = library.kvc_write_files
         self._write.argtypes = (void, size, int64, integer, integer, integer, ctypes.c_double)
         self._read: Any = library.kvc_read_files
-        self._read.argtypes = (void, size, integer, ctypes.c_double)
+        self._read.argtypes = (void, size, int64, integer, ctypes.c_double)
         for function in (self._write, self._read):
             function.restype = size
 
@@ -150,13 +150,14 @@ class FileRuns:
         return run.results(min(done + 1, run.count))
 
     def read(self, run: Run, deadline: float) -> list[Written]:
-        """Read files one after another, up to the first that is not begun by the deadline.
+        """Read files, with O_DIRECT several at once, up to the first that is not begun by the deadline.
 
         Returns:
-            One for each that was begun; in the place of bytes written those that were read, more than the
-            template's if the file is longer.
+            One for each that was begun; in the place of bytes written those that the file has: it was read,
+            and has a checksum, if they are those of the template.
         """
-        return run.results(self._read(_records.address, run.count, READ_FLAGS, deadline))
+        nbytes = run.template.file_nbytes
+        return run.results(self._read(_records.address, run.count, nbytes, READ_FLAGS, deadline))
 
 
 @functools.lru_cache(1)

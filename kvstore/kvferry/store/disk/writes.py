@@ -210,7 +210,8 @@ class Writes:
                 continue
             key, data, parent, position = job.block
             if not job.header:
-                job.header = template.build(key, parent, position, xxhash.xxh3_64_intdigest(data))
+                checksum = 0 if together else xxhash.xxh3_64_intdigest(data)  # the library puts it in
+                job.header = template.build(key, parent, position, checksum)
                 job.name = names.block_name(key)
             job.temporary = job.root.temporary_name(key)
             at = address_of(data)
@@ -228,14 +229,14 @@ class Writes:
         state, folders = self._state, list[OpenFolder]()
         if state.runs is None:
             return
-        run = state.runs.begin(home.template, len(jobs))
+        run, checksum_at = state.runs.begin(home.template, len(jobs)), home.template.checksum_at
         for job in jobs:
             root, room, folder = job.root, job.room, job.folder
             if root is None or room is None or folder is None:
                 break
-            names_ = job.name, job.temporary, root.ended_address
+            names_, sum_at = (job.name, job.temporary, root.ended_address), checksum_at(job.block.parent)
             if (entry := room.spare) is None:
-                run.add_write(folder.fd, job.flags, job.addresses, *names_)
+                run.add_write(folder.fd, job.flags, job.addresses, sum_at, *names_)
                 continue
             try:
                 source = root.folder(entry.index.tenant, entry.index.namespace_id, entry.key)
@@ -243,14 +244,14 @@ class Writes:
                 break
             folders.append(source)  # it stays open
             spare = names.block_name(entry.key)
-            run.add_write(folder.fd, job.flags, job.addresses, *names_, source.fd, spare)
+            run.add_write(folder.fd, job.flags, job.addresses, sum_at, *names_, source.fd, spare)
         if run.count:
             for job, found in zip(jobs, state.runs.write(run, state.options.sync, deadline), strict=False):
                 self._written(home, job, found)
 
     def _written(self, home: Home, job: WriteJob, found: Written) -> None:
         """Account for what became of a file in the native library."""
-        step, error, reused, _, size, blocks, folder_blocks = found
+        step, error, reused, _, size, blocks, folder_blocks, _ = found
         root, room, folder = job.root, job.room, job.folder
         assert root is not None  # else it would not have been begun
         assert room is not None
@@ -352,6 +353,9 @@ class Writes:
         assert room is not None
         if not root.is_up:  # maybe closed since: nothing is written beside the next owner
             raise RootDownError(errno.ENODEV, "the directory is down")
+        if self._state.runs is not None and job.failure is None:  # else that has, or would have, done it
+            key, data, parent, position = block
+            job.parts[0][:] = home.template.build(key, parent, position, xxhash.xxh3_64_intdigest(data))
         while True:
             try:
                 if job.failure is not None:
