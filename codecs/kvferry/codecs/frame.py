@@ -26,6 +26,7 @@ __all__ = [
     "Frame",
     "StageId",
     "encode_header",
+    "frame_nbytes",
     "header_nbytes",
     "parse_frame",
     "stage_bytes",
@@ -105,6 +106,20 @@ def encode_header(
     flags = (_LOSSY if lossy else 0) | (_RAW if stored_raw else 0)
     fixed = _FIXED.pack(_MAGIC, VERSION, flags, size, len(stages), decoded, body)
     dst[:size] = (fixed + stages).ljust(size, b"\0")
+
+
+def frame_nbytes(src: memoryview) -> int:
+    """Size of the frame at the start of ``src``, which may be one of several; :func:`parse_frame` checks it.
+
+    Raises:
+        CorruptBlockError: If none begins there, or it is longer than ``src``.
+    """
+    if len(src) < _FIXED.size:
+        raise CorruptBlockError(f"{len(src)} bytes are too few for an encoded slice")
+    magic, _, _, size, _, _, body = _FIXED.unpack_from(src)
+    if magic != _MAGIC or size + body > len(src):
+        raise CorruptBlockError(f"no encoded slice of at most {len(src)} bytes where one should begin")
+    return int(size + body)
 
 
 def parse_frame(src: memoryview, nbytes: int | None = None) -> Frame:

@@ -95,10 +95,11 @@ class Block(Entry):
         holds: Read leases, pins and copies under way that keep it in place.
         stored: Whether it is in the index; a removed block that is held lives on until the last hold.
         places: Which slower tiers are known to have a copy, as bits.
+        lossy: Whether it came from a tier that does not give back exactly what was saved.
         position: Number in the chain if it was stored with one, or :meth:`find_position` found it.
     """
 
-    __slots__ = ("holds", "places", "position", "slot", "stored")
+    __slots__ = ("holds", "lossy", "places", "position", "slot", "stored")
 
     index: ChainIndex[Block]
 
@@ -114,6 +115,7 @@ class Block(Entry):
         self.holds = 0
         self.stored = False
         self.places = 0
+        self.lossy = False
         self.position = _NOT_ASKED
 
     def find_position(self) -> int:

@@ -131,7 +131,7 @@ class WayDown:
         for writer in self._on_use:
             admit = writer.level.options.admission.admit
             for block in blocks:
-                unseen = not block.places & writer.level.bit and not writer.is_queued(block)
+                unseen = writer.wants(block) and not writer.is_queued(block)
                 wanted = unseen and admit(block.index.namespace_id, block.key)
                 if wanted and writer in self.at_commit:
                     self._put(writer, block)
@@ -140,9 +140,8 @@ class WayDown:
         """Blocks were read from a slower tier and stay: tiers in between may get them too."""
         for writer in self.at_commit:
             for block in blocks:
-                if writer.level.bit < block.places and writer.level.options.admission.admit(
-                    block.index.namespace_id, block.key
-                ):
+                between = writer.level.bit < block.places and writer.wants(block)
+                if between and writer.level.options.admission.admit(block.index.namespace_id, block.key):
                     self._put(writer, block)
 
     def only_here(self, blocks: set[Block], *, soon: bool) -> set[Block]:
@@ -177,7 +176,7 @@ class WayDown:
         chosen: list[TierWriter] = []
         for writer in self._at_evict:
             options = writer.level.options
-            if block.places & writer.level.bit:
+            if not writer.wants(block):
                 continue
             if not writer.level.writes.ready:
                 writer.drop(1, block.nbytes)
@@ -201,7 +200,7 @@ class WayDown:
         while True:
             while todo:
                 writer, block = todo[-1]
-                if block.stored and not block.places & writer.level.bit and not writer.is_queued(block):
+                if block.stored and writer.wants(block) and not writer.is_queued(block):
                     if writer.level.writes.ready and not writer.has_place(block.nbytes):
                         break
                     if not self._put(writer, block):
@@ -221,5 +220,5 @@ class WayDown:
             block
             for index in self._pool.indexes.values()
             for block in index.entries.values()
-            if not block.places & writer.level.bit and admit(index.namespace_id, block.key)
+            if writer.wants(block) and admit(index.namespace_id, block.key)
         ]

@@ -331,6 +331,7 @@ class Fetcher:
                 block = Block(index, item.key, None if parent == UNKNOWN_PARENT else parent, item.slot)
                 block.places = item.level.bit
                 block.position = result.position
+                block.lossy = result.lossy
                 if item.promote and not item.cancelled:
                     block.index = pool.index(ns, namespace.slot_nbytes)
                     pool.add(block)

@@ -97,6 +97,7 @@ class ReadResult(NamedTuple):
         in_flight: Only after ``FAILED`` at the deadline: the tier's hand could not be taken off the buffer
             (a device that hangs). Until the event is set the tier may still write into it; the caller
             must keep the buffer to itself until then.
+        lossy: Only after ``HIT``: the bytes are not those that were saved, but within the bound of a codec.
     """
 
     outcome: ReadOutcome
@@ -104,6 +105,7 @@ class ReadResult(NamedTuple):
     parent: BlockKey | None = UNKNOWN_PARENT
     position: int = -1
     in_flight: threading.Event | None = None
+    lossy: bool = False
 
 
 class WriteResult(NamedTuple):
@@ -144,12 +146,15 @@ class BlockWrite(NamedTuple):
         data: Exactly ``spec.block_nbytes`` bytes; page-aligned, or it is slow. Unchanged until the result.
         parent: Key of the block before it, ``None`` for the first of a chain.
         position: Number of the block in its chain, from 0; -1 if it is not known.
+        lossy: It has lost something in another tier. Only a tier that ``takes_lossy`` gets such a block; it
+            must store that, and give it back with the block.
     """
 
     key: BlockKey
     data: memoryview
     parent: BlockKey | None
     position: int = -1
+    lossy: bool = False
 
 
 class TierEntry(NamedTuple):
@@ -163,6 +168,8 @@ class TierEntry(NamedTuple):
         parent: ``UNKNOWN_PARENT`` until the entry has been verified.
         position: -1 if it is not known.
         verified: Whether the stored identity has been read and compared since the start.
+        codec: By what it is encoded, as text; empty if it is not, or until the entry has been verified.
+        lossy: Whether that has lost something, if it is known.
     """
 
     tenant: str
@@ -172,6 +179,8 @@ class TierEntry(NamedTuple):
     parent: BlockKey | None
     position: int
     verified: bool
+    codec: str = ""
+    lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +235,7 @@ class Tier(ABC):
         indexed: Whether :meth:`contains` and :meth:`scan` answer from memory, without waiting for the medium.
         option_names: Names of all options that :meth:`from_options` takes; ``None``: not told, and then not
             checked before the tier is built.
+        takes_lossy: Whether it stores and gives blocks that have lost something: :attr:`BlockWrite.lossy`.
     """
 
     option_names: ClassVar[tuple[str, ...] | None] = None
@@ -233,6 +243,7 @@ class Tier(ABC):
     name: str
     persistent: bool = False
     indexed: bool = True
+    takes_lossy: bool = False
 
     @classmethod
     @abstractmethod

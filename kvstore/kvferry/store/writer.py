@@ -108,6 +108,10 @@ class TierWriter:
         """Whether a block of that size may be queued."""
         return self.queued_nbytes == 0 or self.queued_nbytes + nbytes <= self.level.options.queue_nbytes
 
+    def wants(self, block: Block) -> bool:
+        """Whether the tier lacks the block and takes it: one that has lost something not everywhere."""
+        return not block.places & self.level.bit and (not block.lossy or self.level.tier.takes_lossy)
+
     def is_queued(self, block: Block) -> bool:
         """Whether the block waits or is under way."""
         job = self._jobs.get((block.index.namespace_id, block.key))
@@ -289,7 +293,7 @@ class TierWriter:
     def _lent(self, job: WriteJob) -> BlockWrite:
         block = job.block
         view, job.reference = lend(self._pool.arena.view(block.slot))
-        return BlockWrite(block.key, view, block.parent, block.find_position())
+        return BlockWrite(block.key, view, block.parent, block.find_position(), block.lossy)
 
     def _remove_again(self, gone: list[WriteJob], outcome: dict[WriteJob, WriteResult]) -> None:
         """What was removed while it was written: out of the tier, and only then out of sight of nobody."""

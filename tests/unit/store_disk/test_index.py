@@ -72,7 +72,7 @@ def test_a_parent_that_is_learned_later_counts() -> None:
     assert index.resisting() == []
     for entry, parent in zip(loaded, (1, 0, None), strict=True):
         assert not entry.verified
-        index.learn(entry, None if parent is None else key(parent), -1 if parent is None else parent)
+        index.learn(entry, None if parent is None else key(parent), -1 if parent is None else parent, None)
     assert loaded[0].parent is loaded[1].key  # one object a key
     victims = index.evict(10)
     assert victims is not None

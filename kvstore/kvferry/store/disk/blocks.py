@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -13,6 +13,7 @@ import xxhash
 from kvferry.core.buffers import copy_into, page_aligned
 from kvferry.core.errors import CorruptBlockError
 from kvferry.core.keys import BlockKey
+from kvferry.store.disk.encoded import Stored, read_encoded
 from kvferry.store.disk.files import Files, read_parts, write_parts
 from kvferry.store.disk.header import (
     ALIGNMENT,
@@ -20,9 +21,10 @@ from kvferry.store.disk.header import (
     HeaderTemplate,
     header_length,
     parse_header,
-    readable,
 )
-from kvferry.store.tier import TierNamespace
+from kvferry.store.disk.identity import require_checksum, require_identity
+from kvferry.store.encoding import LOSSY_REASON, Decoded, TierCodec
+from kvferry.store.tier import ReadOutcome, TierNamespace
 
 __all__ = [
     "BlockReader",
@@ -32,7 +34,7 @@ __all__ = [
     "is_aligned",
     "lay_out",
     "read_header",
-    "require_identity",
+    "read_header_bytes",
     "scratch",
     "write_whole",
 ]
@@ -41,14 +43,6 @@ _EMPTY: Final = memoryview(b"")
 _ZEROS: Final = memoryview(bytes(ALIGNMENT))
 _SHORT: Final = 8
 _TAIL_NBYTES: Final = 2 * ALIGNMENT
-
-
-class Stored(NamedTuple):
-    """What the header of a block says beside its identity, which was compared."""
-
-    parent: BlockKey | None
-    position: int
-    checksum: int
 
 
 class Scratch(threading.local):
@@ -149,7 +143,12 @@ def write_whole(files: Files, fd: int, parts: Sequence[memoryview], nbytes: int)
 
 
 def read_header(files: Files, fd: int) -> BlockHeader:
-    """Read and parse the header of an open file.
+    """Read and parse the header of an open file; errors as :func:`read_header_bytes`."""
+    return parse_header(read_header_bytes(files, fd))
+
+
+def read_header_bytes(files: Files, fd: int) -> bytes:
+    """Read the header of an open file.
 
     Raises:
         CorruptBlockError: If it is none.
@@ -162,7 +161,7 @@ def read_header(files: Files, fd: int) -> BlockHeader:
         raise CorruptBlockError(f"the file is shorter than its header of {nbytes} bytes")
     header = bytearray(nbytes)
     got = read_parts(files, fd, [memoryview(header)])
-    return parse_header(bytes(header[:got]))
+    return bytes(header[:got])
 
 
 class BlockReader:
@@ -172,10 +171,14 @@ class BlockReader:
         files: System calls.
         namespace: Whose blocks, and of what shape.
         template: What their headers look like.
+        codec: Decodes those that are encoded.
     """
 
-    def __init__(self, files: Files, namespace: TierNamespace, template: HeaderTemplate) -> None:
+    def __init__(
+        self, files: Files, namespace: TierNamespace, template: HeaderTemplate, codec: TierCodec
+    ) -> None:
         self._files = files
+        self._codec = codec
         self._namespace = namespace
         self._template = template
 
@@ -229,10 +232,12 @@ class BlockReader:
         found = self._template.check(bytes(page), key)
         if found is None:
             return None
-        _require_checksum(checksum, found[2])
+        require_checksum(checksum, found[2])
         return Stored(*found)
 
-    def read(self, fd: int, nbytes: int, key: BlockKey, into: memoryview) -> Stored:
+    def read(
+        self, fd: int, nbytes: int, key: BlockKey, into: memoryview, deadline: float
+    ) -> Stored | Decoded:
         """Read any block into ``into``, step by step, and compare everything.
 
         Args:
@@ -240,11 +245,20 @@ class BlockReader:
             nbytes: Size of that.
             key: What it has to be.
             into: As long as a block.
+            deadline: Of the call, for decoding.
+
+        Returns:
+            Why not, if the block is sound and still of no use.
 
         Raises:
             CorruptBlockError: If the file is not that block, whole and unchanged.
             OSError: If it cannot be read.
         """
+        found = read_encoded(
+            self._files, fd, nbytes, key, into, self._namespace, self._template, self._codec, deadline
+        )
+        if found is not None:
+            return found
         header = read_header(self._files, fd)
         require_identity(header, self._namespace, key)
         if nbytes != header.file_nbytes:
@@ -252,31 +266,7 @@ class BlockReader:
         got = read_parts(self._files, fd, [into], header.header_nbytes)
         if got != len(into):
             raise CorruptBlockError(f"the data ends after {got} of {len(into)} bytes")
-        _require_checksum(xxhash.xxh3_64_intdigest(into), header.checksum)
-        return Stored(header.parent, header.position, header.checksum)
-
-
-def _require_checksum(found: int, stored: int) -> None:
-    if found != stored:
-        raise CorruptBlockError(f"the data's checksum is {found:016x}, stored {stored:016x}")
-
-
-def require_identity(header: BlockHeader, namespace: TierNamespace, key: BlockKey) -> None:
-    """Compare who a header says it is with who it has to be.
-
-    Raises:
-        CorruptBlockError: If they differ.
-    """
-    pairs: Sequence[tuple[str, object, object]] = (
-        ("key", header.key, key),
-        ("namespace", header.namespace_id, namespace.namespace_id),
-        ("fingerprint", header.fingerprint, namespace.spec.fingerprint()),
-        ("tenant", header.tenant, readable(namespace.tenant)),
-    )
-    for what, found, wanted in pairs:
-        if found != wanted:
-            raise CorruptBlockError(f"the {what} in the header is {_show(found)}, not {_show(wanted)}")
-
-
-def _show(value: object) -> str:
-    return value.hex()[:16] + "…" if isinstance(value, bytes) else repr(value)
+        require_checksum(xxhash.xxh3_64_intdigest(into), header.checksum)
+        if not self._codec.takes(lossy=header.lossy):
+            return Decoded(ReadOutcome.MISS, LOSSY_REASON, lossy=True)
+        return Stored(header.parent, header.position, header.checksum, header.encoding)

@@ -1,4 +1,4 @@
-"""The file of a block, format version 1: a safetensors file whose data starts on a page.
+"""The file of a block: a safetensors file whose data starts on a page.
 
 The file is ``8 bytes of header length, header, data``. The header is JSON padded with spaces so that data
 starts on a page; the data is the block as it lies in memory, padded with zeros to a whole number of pages,
@@ -8,20 +8,45 @@ what lies between tensors is a ``uint8`` tensor ``_pad.N``.
 All blocks of a namespace have the same header but for four fields of fixed width at its start: key, parent,
 position and checksum. :class:`HeaderTemplate` therefore makes a header by filling these in and checks one by
 comparing bytes; :func:`parse_header` reads any header, also of a version that spelled the rest differently.
+
+That is format version 1, a block as it is. Version 2 holds an encoded block, a ``uint8`` tensor a layer: see
+:mod:`kvferry.store.disk.encoded_header`.
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Final, cast
 
 from kvferry.core.errors import ConfigError, CorruptBlockError
 from kvferry.core.keys import KEY_NBYTES, BlockKey
 from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, Restore, TensorSpec
+from kvferry.store.disk.encoded_header import (
+    EncodedHeaders,
+    encoded_nbytes,
+    encoded_tensors,
+    parse_encoding,
+)
+from kvferry.store.disk.header_fields import (
+    ALIGNMENT,
+    ENCODED,
+    LENGTH_NBYTES,
+    PLAIN,
+    TAIL_AT,
+    U64,
+    checksum_at,
+    dumps,
+    has_parent,
+    read_fields,
+    round_up,
+    tensor_entry,
+    write_fields,
+)
+from kvferry.store.encoded_block import Encoding
 from kvferry.store.tier import TierNamespace
 
 __all__ = [
@@ -37,16 +62,10 @@ __all__ = [
     "spec_to_json",
 ]
 
-FORMAT_VERSION: Final = 1
-ALIGNMENT: Final = 4096
-"""Data starts at a multiple of this, whatever the page size of the machine that wrote the file."""
+FORMAT_VERSION: Final = ENCODED
+"""The newest that this release reads and writes; what is not encoded is written as version 1."""
 MAX_HEADER_NBYTES: Final = 64 << 20
 
-_U64: Final = struct.Struct("<Q")
-_LENGTH_NBYTES: Final = 8
-_POSITION_DIGITS: Final = 12
-_HEX_KEY: Final = 2 * KEY_NBYTES
-_HEX_CHECKSUM: Final = 16
 _DTYPES: Final = {
     DType.BFLOAT16: "BF16",
     DType.FLOAT16: "F16",
@@ -58,10 +77,6 @@ _DTYPES: Final = {
     DType.UINT8: "U8",
     DType.BOOL: "BOOL",
 }
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +96,8 @@ class BlockHeader:
         adapter: Name of the adapter, if any.
         adapter_revision: Its revision.
         header_nbytes: Where the data starts.
+        encoding: How the block is encoded; ``None`` if it is not.
+        sizes: Of the frames of an encoded block, one a layer.
     """
 
     version: int
@@ -95,11 +112,23 @@ class BlockHeader:
     adapter: str | None
     adapter_revision: str | None
     header_nbytes: int
+    encoding: Encoding | None = None
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the data, which the checksum covers."""
+        return encoded_nbytes(self.sizes) if self.version == ENCODED else self.spec.block_nbytes
 
     @property
     def file_nbytes(self) -> int:
         """Size of the whole file."""
-        return self.header_nbytes + _round_up(self.spec.block_nbytes)
+        return self.header_nbytes + round_up(self.data_nbytes)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the block is not just what was saved."""
+        return self.encoding is not None and self.encoding.lossy
 
     def namespace(self) -> TierNamespace:
         """The namespace as far as the header knows it: the salt of its scope is not stored."""
@@ -120,22 +149,28 @@ class HeaderTemplate:
     def __init__(self, namespace: TierNamespace) -> None:
         spec = namespace.spec
         self.data_nbytes = spec.block_nbytes
+        self._namespace = namespace
         fixed = _fixed_part(namespace)
-        self.header_nbytes = _round_up(_TAIL_AT[True] + len(fixed))
-        self.file_nbytes = self.header_nbytes + _round_up(self.data_nbytes)
+        self.header_nbytes = round_up(TAIL_AT[True] + len(fixed))
+        self.file_nbytes = self.header_nbytes + round_up(self.data_nbytes)
         self.rest_nbytes = self.data_nbytes % ALIGNMENT
-        self._start = _U64.pack(self.header_nbytes - _LENGTH_NBYTES)
-        self._tails = tuple(fixed.ljust(self.header_nbytes - _TAIL_AT[has]) for has in (False, True))
+        self._start = U64.pack(self.header_nbytes - LENGTH_NBYTES)
+        self._tails = tuple(fixed.ljust(self.header_nbytes - TAIL_AT[has]) for has in (False, True))
+
+    @cached_property
+    def encoded(self) -> EncodedHeaders:
+        """The same for encoded blocks of the namespace."""
+        return EncodedHeaders(self._namespace.spec, _metadata(self._namespace).encode())
 
     def build(self, key: BlockKey, parent: BlockKey | None, position: int, checksum: int = 0) -> bytes:
         """The header of a block, ``header_nbytes`` long; its checksum may be put in later."""
-        head = _variable_part(parent, position, checksum, key)
+        head = write_fields(parent, position, checksum, key)
         return b"".join((self._start, head, self._tails[parent is not None]))
 
     @staticmethod
     def checksum_at(parent: BlockKey | None) -> int:
         """Where the 16 hexadecimal digits of the checksum are in the header of a block with that parent."""
-        return _TAIL_AT[parent is not None] - len(_AFTER_CHECKSUM) - _HEX_CHECKSUM
+        return checksum_at(parent)
 
     def check(self, header: bytes, key: BlockKey) -> tuple[BlockKey | None, int, int] | None:
         """Parent, position and checksum of a header if it is exactly what :meth:`build` makes for ``key``.
@@ -144,79 +179,46 @@ class HeaderTemplate:
         """
         if len(header) != self.header_nbytes:
             return None
-        at = _PARENT_AT
-        has_parent = header[at : at + 1] != b'"'
-        tail_at = _TAIL_AT[has_parent]
-        if header[tail_at:] != self._tails[has_parent]:
+        named = has_parent(header)
+        tail_at = TAIL_AT[named]
+        if header[tail_at:] != self._tails[named]:
             return None
-        try:
-            parent = BlockKey(bytes.fromhex(header[at : at + _HEX_KEY].decode())) if has_parent else None
-            at += (_HEX_KEY if has_parent else 0) + len(_BEFORE_POSITION)
-            position = int(header[at : at + _POSITION_DIGITS])
-            at += _POSITION_DIGITS + len(_BEFORE_CHECKSUM)
-            checksum = int(header[at : at + _HEX_CHECKSUM], 16)
-        except ValueError:
+        found = read_fields(header)
+        if found is None or self._start + write_fields(*found, key) != header[:tail_at]:
             return None
-        if self._start + _variable_part(parent, position, checksum, key) != header[:tail_at]:
-            return None
-        return parent, position, checksum
+        return found
 
     def same_layout(self, other: HeaderTemplate) -> bool:
         """Whether both make the same headers."""
         return self._start == other._start and self._tails == other._tails
 
 
-_ANY_KEY: Final = BlockKey(bytes(KEY_NBYTES))
-_BEFORE_KEY: Final = b'{"__metadata__":{"format":"kvferry.block","version":"%d","key":"' % FORMAT_VERSION
-_BEFORE_PARENT: Final = b'","parent":"'
-_BEFORE_POSITION: Final = b'","position":"'
-_BEFORE_CHECKSUM: Final = b'","xxh3_64":"'
-_AFTER_CHECKSUM: Final = b'",'
-_PARENT_AT: Final = _LENGTH_NBYTES + len(_BEFORE_KEY) + _HEX_KEY + len(_BEFORE_PARENT)
-
-
-_VARIABLE_PART: Final = b"".join(
-    (
-        _BEFORE_KEY.replace(b"%", b"%%"), b"%b", _BEFORE_PARENT, b"%b", _BEFORE_POSITION,
-        b"%%0%dd" % _POSITION_DIGITS, _BEFORE_CHECKSUM, b"%%0%dx" % _HEX_CHECKSUM, _AFTER_CHECKSUM,
-    )
-)  # fmt: skip
-
-
-def _variable_part(parent: BlockKey | None, position: int, checksum: int, key: BlockKey = _ANY_KEY) -> bytes:
-    parent_hex = b"" if parent is None else parent.hex().encode()
-    return _VARIABLE_PART % (key.hex().encode(), parent_hex, position, checksum)
-
-
-_SHORTEST: Final = _LENGTH_NBYTES + len(_variable_part(None, -1, 0))
-_TAIL_AT: Final = (_SHORTEST, _SHORTEST + _HEX_KEY)
-"""Where the fixed part begins, without and with a parent."""
-
-
-def _fixed_part(namespace: TierNamespace) -> bytes:
+def _metadata(namespace: TierNamespace) -> str:
+    """What headers of all versions go on with: metadata that are the same for a namespace."""
     spec, scope = namespace.spec, namespace.scope
     metadata = {
         "namespace": namespace.namespace_id.hex(),
         "tenant": readable(namespace.tenant),
         "fingerprint": spec.fingerprint().hex(),
-        "scope": _dumps({"adapter": scope.adapter, "adapter_revision": scope.adapter_revision}),
-        "spec": _dumps(spec_to_json(spec)),
+        "scope": dumps({"adapter": scope.adapter, "adapter_revision": scope.adapter_revision}),
+        "spec": dumps(spec_to_json(spec)),
     }
+    return dumps(metadata)[1:-1]
+
+
+def _fixed_part(namespace: TierNamespace, more: str = "") -> bytes:
+    spec = namespace.spec
     entries = list(_tensors(spec))
-    tensors = _dumps(named := dict(entries))
+    tensors = dumps(named := dict(entries))
     if len(named) != len(entries):
         raise ConfigError(f"{spec.model!r}: two tensors have the same name once written as UTF-8")
-    ends = _dumps(metadata)[1:-1] + "}"
+    ends = _metadata(namespace) + more + "}"
     return (ends + ("," + tensors[1:] if len(tensors) > len("{}") else "}")).encode()
 
 
 def _tensors(spec: KVSpec) -> Iterable[tuple[str, dict[str, object]]]:
     """Tensors by name, without a gap from the first byte to the end of the last page."""
-    pads, at = 0, 0
-
-    def entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, object]:
-        return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-
+    pads, at, entry = 0, 0, tensor_entry
     for number, layer in enumerate(spec.layers):
         if spec.layout != "kvferry":  # an engine's own: what lies where is its secret
             yield f"layers.{number}.bytes", entry("U8", [layer.nbytes], at, at + layer.nbytes)
@@ -230,17 +232,13 @@ def _tensors(spec: KVSpec) -> Iterable[tuple[str, dict[str, object]]]:
         if at < start + layer.nbytes:
             yield f"_pad.{pads}", entry("U8", [start + layer.nbytes - at], at, start + layer.nbytes)
             pads, at = pads + 1, start + layer.nbytes
-    if at < (end := _round_up(at)):
+    if at < (end := round_up(at)):
         yield f"_pad.{pads}", entry("U8", [end - at], at, end)
 
 
 def readable(value: str) -> str:
     """``value`` as headers have it: what no UTF-8 can hold is escaped, since readers refuse such a file."""
     return value.encode("utf-8", "backslashreplace").decode()
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def spec_to_json(spec: KVSpec) -> dict[str, object]:
@@ -315,9 +313,9 @@ def header_length(start: bytes) -> int:
     Raises:
         CorruptBlockError: If that is none of ours: not whole pages, or absurdly large.
     """
-    if len(start) < _LENGTH_NBYTES:
+    if len(start) < LENGTH_NBYTES:
         raise CorruptBlockError(f"the file has {len(start)} bytes, its header's length alone has 8")
-    nbytes = _LENGTH_NBYTES + int(_U64.unpack(start[:_LENGTH_NBYTES])[0])
+    nbytes = LENGTH_NBYTES + int(U64.unpack(start[:LENGTH_NBYTES])[0])
     if nbytes % ALIGNMENT or nbytes > MAX_HEADER_NBYTES:
         raise CorruptBlockError(f"a header of {nbytes} bytes: not whole pages up to {MAX_HEADER_NBYTES}")
     return nbytes
@@ -332,20 +330,29 @@ def parse_header(header: bytes) -> BlockHeader:
     if header_length(header) != len(header):
         raise CorruptBlockError(f"a header of {header_length(header)} bytes is cut to {len(header)}")
     try:
-        tree = json.loads(header[_LENGTH_NBYTES:])
+        tree = json.loads(header[LENGTH_NBYTES:])
         metadata = cast("Mapping[str, str]", tree["__metadata__"])
-        if metadata["format"] != "kvferry.block" or int(metadata["version"]) != FORMAT_VERSION:
+        version = int(metadata["version"])
+        if metadata["format"] != "kvferry.block" or version not in (PLAIN, ENCODED):
             raise CorruptBlockError(
                 f"format {metadata['format']!r} version {metadata['version']!r}; this release reads "
                 f"'kvferry.block' up to version {FORMAT_VERSION}"
             )
+        tensors = {name: value for name, value in tree.items() if name != "__metadata__"}
         found = _from_metadata(metadata, len(header))
+        expected = dict(_tensors(found.spec))
+        if version == ENCODED:
+            encoding, sizes = parse_encoding(found.spec, metadata, tensors)
+            found = replace(found, encoding=encoding, sizes=sizes)
+            expected = dict(encoded_tensors(sizes))
+        elif "codec" in metadata:  # exported: decoded, but of what was encoded
+            lossy = metadata["lossy"] != "false"
+            found = replace(found, encoding=Encoding(metadata["codec"], lossy, float(metadata["bound"])))
     except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
         raise CorruptBlockError(f"the header cannot be read: {type(error).__name__}: {error}") from error
     if found.spec.fingerprint() != found.fingerprint:
         raise CorruptBlockError("the spec in the header does not have the fingerprint in the header")
-    expected = dict(_tensors(found.spec))
-    if {name: value for name, value in tree.items() if name != "__metadata__"} != expected:
+    if tensors != expected:
         raise CorruptBlockError("the tensors in the header are not those of the spec in the header")
     return found
 

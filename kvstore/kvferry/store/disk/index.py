@@ -14,6 +14,7 @@ from kvferry.core.chains import ChainIndex
 from kvferry.core.eviction import Entry, EvictionPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk.removals import Removals
+from kvferry.store.encoded_block import Encoding
 from kvferry.store.tier import UNKNOWN_PARENT, TierNamespace
 
 __all__ = ["DiskEntry", "DiskIndex", "NamespaceIndex", "Reservation"]
@@ -27,9 +28,10 @@ class DiskEntry(Entry):
         position: Its number in the chain; -1 while or if that is not known.
         root: Number of the directory that it lies in.
         verified: Whether its header was compared since the start.
+        encoding: How it is encoded, if it is and that is known.
     """
 
-    __slots__ = ("_nbytes", "position", "root", "verified")
+    __slots__ = ("_nbytes", "encoding", "position", "root", "verified")
 
     index: NamespaceIndex
 
@@ -42,6 +44,7 @@ class DiskEntry(Entry):
         self.position = position
         self.root = root
         self.verified = parent != UNKNOWN_PARENT
+        self.encoding: Encoding | None = None
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +133,7 @@ class DiskIndex:
         self._unwanted: set[_Name] = set()  # removed while they were evicted
         self._removals = Removals()
         self._numbers: dict[int, int] = {}  # one int object for equal sizes and positions
+        self._encodings: dict[Encoding, Encoding] = {}  # and one for equal encodings
 
     # -- namespaces ------------------------------------------------------------------------------------
 
@@ -206,11 +210,14 @@ class DiskIndex:
                 elif self._holds(entry):
                     self._policy.released(entry)
 
-    def learn(self, entry: DiskEntry, parent: BlockKey | None, position: int) -> None:
-        """The header of ``entry`` was compared; it names this parent and position."""
+    def learn(
+        self, entry: DiskEntry, parent: BlockKey | None, position: int, encoding: Encoding | None
+    ) -> None:
+        """The header of ``entry`` was compared; it says this."""
         with self.lock:
             if not entry.verified and self._holds(entry):
                 entry.verified = True
+                entry.encoding = None if encoding is None else self._encodings.setdefault(encoding, encoding)
                 entry.position = self._shared(position)
                 entry.index.link(entry, parent)
 

@@ -11,11 +11,12 @@ from typing import Final
 
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import CorruptBlockError, TierError
-from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
-from kvferry.store.disk.blocks import read_header, require_identity
+from kvferry.store.disk.blocks import read_header_bytes
+from kvferry.store.disk.encoded import Stored
 from kvferry.store.disk.files import is_gone, open_quietly, read_parts, reason_of
-from kvferry.store.disk.header import readable
+from kvferry.store.disk.header import parse_header, readable
+from kvferry.store.disk.identity import require_identity
 from kvferry.store.disk.index import DiskEntry, NamespaceIndex
 from kvferry.store.disk.pool import IoPool
 from kvferry.store.disk.root import Root
@@ -141,27 +142,34 @@ class Maintenance:
             folder = root.folder(home.tenant, home.namespace_id, entry.key)
             fd, nbytes = open_quietly(state.files, names.block_name(entry.key), folder.fd)
             try:
-                state.index.learn(entry, *self._compare(home, entry, fd, nbytes))
+                found = self._compare(home, entry, fd, nbytes)
             finally:
                 state.files.close(fd)
+            if state.codec.takes(lossy=found.encoding is not None and found.encoding.lossy):
+                state.index.learn(entry, found.parent, found.position, found.encoding)
+            else:
+                state.drop(entry)
         except CorruptBlockError as error:
             state.quarantine(entry, str(error))
         except OSError as error:
             if is_gone(error) and not state.check_vanished(root) and state.index.discard(entry):
                 state.index.gone(entry, entry.nbytes)
 
-    def _compare(
-        self, home: NamespaceIndex, entry: DiskEntry, fd: int, nbytes: int
-    ) -> tuple[BlockKey | None, int]:
-        """Parent and position, if all is as it should be."""
-        template = self._state.templates.known(home)
+    def _compare(self, home: NamespaceIndex, entry: DiskEntry, fd: int, nbytes: int) -> Stored:
+        """What the header says, if all is as it should be."""
+        files, template = self._state.files, self._state.templates.known(home)
         if template is not None and nbytes == template.file_nbytes:
-            header = bytearray(template.header_nbytes)
-            read_parts(self._state.files, fd, [memoryview(header)])
-            found = template.check(bytes(header), entry.key)
-            if found is not None:
-                return found[:2]
-        parsed = read_header(self._state.files, fd)
+            start = bytearray(template.header_nbytes)
+            read_parts(files, fd, [memoryview(start)])
+            plain = template.check(bytes(start), entry.key)
+            if plain is not None:
+                return Stored(*plain)
+        header = read_header_bytes(files, fd)
+        if template is not None:
+            found = template.encoded.check(header, entry.key)
+            if found is not None and nbytes == template.encoded.file_nbytes(len(header), found.sizes):
+                return Stored(*found[:4])
+        parsed = parse_header(header)
         namespace = parsed.namespace() if home.told is None else home.told
         require_identity(parsed, namespace, entry.key)
         if (parsed.tenant, parsed.namespace_id) != (readable(home.tenant), home.namespace_id):
@@ -170,4 +178,4 @@ class Maintenance:
             raise CorruptBlockError(f"the file has {nbytes} bytes, its header speaks of {parsed.file_nbytes}")
         if template is None:
             self._state.templates.get(home, namespace)  # the next header is compared with it
-        return parsed.parent, parsed.position
+        return Stored(parsed.parent, parsed.position, parsed.checksum, parsed.encoding)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvferry.core.clock import is_past
 from kvferry.core.errors import CorruptBlockError
 from kvferry.store.disk import names
-from kvferry.store.disk.blocks import Scratch, Stored, address_of
+from kvferry.store.disk.blocks import Scratch, address_of
+from kvferry.store.disk.encoded import Stored, may_be_encoded
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of
 from kvferry.store.disk.folders import OpenFolder
 from kvferry.store.disk.header import ALIGNMENT
 from kvferry.store.disk.index import DiskEntry
 from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.state import DiskState, Home
+from kvferry.store.encoding import Decoded
 from kvferry.store.tier import UNKNOWN_PARENT, BlockRead, ReadOutcome, ReadResult
 
 __all__ = ["LATE", "read_blocks"]
@@ -40,13 +43,20 @@ def read_blocks(
     try:
         own = home.reader.scratch(len(blocks))
         fetch = _fetch if state.runs is None else _fetch_together
-        checksums = fetch(state, home, blocks, entries, own, deadline)
+        plain = [None if may_be_encoded(entry, home.template) else entry for entry in entries]
+        began = time.monotonic()
+        checksums = fetch(state, home, blocks, plain, own, deadline)
+        state.codec.carried(
+            "read",
+            home.template.file_nbytes * sum(checksum is not None for checksum in checksums),
+            time.monotonic() - began,
+        )
         results: list[tuple[ReadResult, DiskEntry | None]] = []
         for block, entry, page, checksum in zip(blocks, entries, own.pages, checksums, strict=False):
             if entry is None:
                 results.append((ReadResult(ReadOutcome.MISS), None))
             else:
-                results.append(_judge(state, home, block, entry, page, checksum))
+                results.append(_judge(state, home, block, entry, page, checksum, deadline))
     finally:
         state.index.end_reads(entries)
     late = len(blocks) - len(results)
@@ -151,24 +161,43 @@ def _place(state: DiskState, block: BlockRead, entry: DiskEntry) -> _Place | Non
 
 
 def _judge(
-    state: DiskState, home: Home, block: BlockRead, entry: DiskEntry, page: memoryview, checksum: int | None
+    state: DiskState,
+    home: Home,
+    block: BlockRead,
+    entry: DiskEntry,
+    page: memoryview,
+    checksum: int | None,
+    deadline: float,
 ) -> tuple[ReadResult, DiskEntry | None]:
     root = state.roots[entry.root]
     try:
         stored = None if checksum is None else home.reader.check(page, block.key, checksum)
         if stored is None:
-            stored = _read_file(state, home, block, root)
+            found = _read_file(state, home, block, root, deadline)
+            if isinstance(found, Decoded):
+                return _useless(state, entry, found), None
+            stored = found
         _compare_parents(block, entry, stored)
         if not entry.verified:
-            state.index.learn(entry, stored.parent, stored.position)
+            state.index.learn(entry, stored.parent, stored.position, stored.encoding)
     except CorruptBlockError as error:
         return _corrupt(state, entry, str(error)), None
     except OSError as error:
         return _failed(state, entry, root, error), None
-    return ReadResult(ReadOutcome.HIT, "", stored.parent, stored.position), entry
+    lossy = stored.encoding is not None and stored.encoding.lossy
+    return ReadResult(ReadOutcome.HIT, "", stored.parent, stored.position, lossy=lossy), entry
 
 
-def _read_file(state: DiskState, home: Home, block: BlockRead, root: Root) -> Stored:
+def _useless(state: DiskState, entry: DiskEntry, found: Decoded) -> ReadResult:
+    """A sound block that cannot be given: now, or by this tier."""
+    if found.outcome is ReadOutcome.MISS:
+        state.drop(entry)
+    return ReadResult(found.outcome, found.reason)
+
+
+def _read_file(
+    state: DiskState, home: Home, block: BlockRead, root: Root, deadline: float
+) -> Stored | Decoded:
     """Read a file that is not as expected, or was not where it was expected, step by step."""
     index, files = home.held, state.files
     name = names.block_name(block.key)
@@ -179,7 +208,7 @@ def _read_file(state: DiskState, home: Home, block: BlockRead, root: Root) -> St
             folder = root.folder(index.tenant, index.namespace_id, block.key)
             fd, nbytes = files.open_read(name, folder.fd)
             try:
-                return home.reader.read(fd, nbytes, block.key, block.into)
+                return home.reader.read(fd, nbytes, block.key, block.into, deadline)
             finally:
                 files.close(fd)
         except OSError as error:

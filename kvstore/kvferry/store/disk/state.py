@@ -19,6 +19,7 @@ from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.runs import file_runs
 from kvferry.store.disk.templates import Templates
+from kvferry.store.encoding import TierCodec
 from kvferry.store.tier import TierNamespace
 
 __all__ = ["DiskState", "Home"]
@@ -50,6 +51,7 @@ class DiskState:
         index: What is held.
         roots: The directories.
         problems: Where what goes wrong is told.
+        codec: Between blocks and files.
 
     Attributes:
         templates: Of headers.
@@ -58,8 +60,15 @@ class DiskState:
     """
 
     def __init__(
-        self, options: DiskOptions, files: Files, index: DiskIndex, roots: list[Root], problems: Problems
+        self,
+        options: DiskOptions,
+        files: Files,
+        index: DiskIndex,
+        roots: list[Root],
+        problems: Problems,
+        codec: TierCodec,
     ) -> None:
+        self.codec = codec
         self.options = options
         self.files = files
         self.index = index
@@ -190,6 +199,12 @@ class DiskState:
             self.wake()
         else:
             self.index.gone(entry, entry.nbytes)
+
+    def drop(self, entry: DiskEntry) -> None:
+        """Forget a sound block that is of no use, so that it can be written anew, and remove its file."""
+        if self.index.discard(entry):
+            self.remove(entry)
+            self.count(("useless",))
 
     def put_back(self, entry: DiskEntry) -> None:
         """Hold an evicted entry again whose file could not be removed, unless the block was removed."""

@@ -37,6 +37,7 @@ from kvferry.store.disk.root import Root
 from kvferry.store.disk.scan import FoundBlock
 from kvferry.store.disk.state import DiskState, Home
 from kvferry.store.disk.writes import Writes, least_room
+from kvferry.store.encoding import CODEC_OPTIONS, TierCodec
 from kvferry.store.policies import eviction_policy
 from kvferry.store.tier import (
     UNKNOWN_PARENT,
@@ -70,6 +71,7 @@ class DiskTier(Tier):
         options: See :class:`DiskOptions`.
         policy: Makes the eviction policy from the capacity in bytes; ``None``: that named in the options.
         files: System calls; for tests.
+        codec: Encodes blocks on their way to files; ``None``: they are stored as they are.
 
     Raises:
         TierError: If another store uses one of the directories, or one that lies inside of it or around it.
@@ -79,7 +81,11 @@ class DiskTier(Tier):
 
     persistent = True
     indexed = True
-    option_names = ("directory", *(f.name.removesuffix("_nbytes") for f in fields(DiskOptions)))
+    option_names = (
+        "directory",
+        *(f.name.removesuffix("_nbytes") for f in fields(DiskOptions)),
+        *CODEC_OPTIONS,
+    )
 
     def __init__(
         self,
@@ -88,14 +94,18 @@ class DiskTier(Tier):
         *,
         policy: Callable[[int], EvictionPolicy] | None = None,
         files: Files | None = None,
+        codec: TierCodec | None = None,
     ) -> None:
         require_apart(options.directories)
         self.name = name
         self.options = options
+        self.codec = TierCodec() if codec is None else codec
+        self.takes_lossy = self.codec.accepts_lossy
         self._closed = False
         self._notes: dict[str, str] = {}
         self.files = files or Files()
         problems = Problems(name, _log)
+        self.codec.announce(name)
         if policy is None:
             policy = LRUPolicy if options.eviction == "lru" else eviction_policy(options.eviction)
         index = DiskIndex(options.capacity_nbytes, policy(options.capacity_nbytes))
@@ -105,7 +115,7 @@ class DiskTier(Tier):
         ]
         for root in roots:
             index.drop_root(root.number)  # until it was looked through
-        self._state = DiskState(options, self.files, index, roots, problems)
+        self._state = DiskState(options, self.files, index, roots, problems, self.codec)
         self._writes = Writes(self._state)
         self._told: dict[TierNamespace, NamespaceIndex] = {}
         self._readers = IoPool(f"kvferry-{name}-read", options.read_threads)
@@ -120,16 +130,21 @@ class DiskTier(Tier):
 
     @classmethod
     def from_options(cls, name: str, options: Mapping[str, object]) -> DiskTier:
-        """Build the tier from its table in the configuration: see :meth:`DiskOptions.from_mapping`."""
-        return cls(name, DiskOptions.from_mapping(f"tier {name}", options))
+        """Build the tier from its table in the configuration.
+
+        See :meth:`DiskOptions.from_mapping` and :meth:`~kvferry.store.encoding.TierCodec.from_options`.
+        """
+        codec, rest = TierCodec.from_options(f"tier {name}", options)
+        return cls(name, DiskOptions.from_mapping(f"tier {name}", rest), codec=codec)
 
     @classmethod
     def describe_options(cls, name: str, options: Mapping[str, object]) -> list[TierOption]:
         """See :class:`~kvferry.store.tier.Tier`."""
-        found = DiskOptions.describe(f"tier {name}", options)
-        require_apart(DiskOptions.from_mapping(f"tier {name}", options).directories)
+        codec, rest = TierCodec.from_options(f"tier {name}", options)
+        found = DiskOptions.describe(f"tier {name}", rest)
+        require_apart(DiskOptions.from_mapping(f"tier {name}", rest).directories)
         eviction_policy(str(next(option.value for option in found if option.name == "eviction")))
-        return found
+        return [*found, *codec.describe(options)]
 
     # -- starting --------------------------------------------------------------------------------------
 
@@ -338,16 +353,16 @@ class DiskTier(Tier):
     def scan(self) -> Iterator[TierEntry]:
         """See :class:`~kvferry.store.tier.Tier`."""
         for entry in self._state.index.iterate():
-            home = entry.index
-            parent = entry.parent if entry.verified else UNKNOWN_PARENT
+            home, how = entry.index, entry.encoding
             yield TierEntry(
                 home.tenant,
                 home.namespace_id,
                 entry.key,
                 entry.nbytes,
-                parent,
+                entry.parent if entry.verified else UNKNOWN_PARENT,
                 entry.position,
                 entry.verified,
+                *(("", False) if how is None else (how.codec, how.lossy)),
             )
 
     def usage(self) -> TierUsage:
@@ -366,8 +381,8 @@ class DiskTier(Tier):
             capacity_nbytes=self.options.capacity_nbytes,
             quarantined_nbytes=sum(root.quarantined_nbytes for root in state.roots),
             healthy=not problems,
-            counters=state.counters(),
-            status={**status, **self._notes, **problems},
+            counters={**state.counters(), **self.codec.counters()},
+            status={**status, **self.codec.status(), **self._notes, **problems},
         )
 
     def wait_verified(self, *, deadline: float) -> bool:
@@ -411,7 +426,9 @@ class DiskTier(Tier):
         held = self._held(namespace)
         namespace = held.told or namespace  # the same object each time
         template = self._state.templates.get(held, namespace)
-        return Home(namespace, held, template, BlockReader(self._state.files, namespace, template))
+        return Home(
+            namespace, held, template, BlockReader(self._state.files, namespace, template, self.codec)
+        )
 
     def _held(self, namespace: TierNamespace) -> NamespaceIndex:
         held = self._told.get(namespace)

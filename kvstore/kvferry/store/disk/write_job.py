@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvferry.store.disk.folders import OpenFolder
 from kvferry.store.disk.index import DiskEntry, Reservation
 from kvferry.store.disk.root import Root
+from kvferry.store.encoded_block import Encoding
 from kvferry.store.tier import BlockWrite, WriteResult
 
 __all__ = ["WriteJob"]
@@ -27,6 +28,9 @@ class WriteJob:
         flags: To open it with.
         parts: What is written to it.
         addresses: Of its header, data and last page.
+        asked: Whether it was tried to encode the block.
+        encoded: What that came to, in memory of the thread; ``None`` if the block is written as it is.
+        encoding: How it was encoded.
         taken: What the file takes up; 0 until it is written.
         folder_nbytes: What its folder takes up then, if that is known.
         failure: Why it could not be written together with others.
@@ -34,8 +38,9 @@ class WriteJob:
     """
 
     __slots__ = (
-        "addresses", "block", "ended", "entry", "failure", "flags", "folder", "folder_nbytes", "has_room",
-        "header", "looks", "name", "nbytes", "parts", "result", "room", "root", "taken", "temporary",
+        "addresses", "asked", "block", "encoded", "encoding", "ended", "entry", "failure", "flags",
+        "folder", "folder_nbytes", "has_room", "header", "looks", "name", "nbytes", "parts", "result",
+        "room", "root", "taken", "temporary",
     )  # fmt: skip
 
     def __init__(self, block: BlockWrite, nbytes: int) -> None:
@@ -54,6 +59,9 @@ class WriteJob:
         self.flags = 0
         self.parts: list[memoryview] = []
         self.addresses: tuple[int, int, int] = (0, 0, 0)
+        self.asked = False
+        self.encoded: memoryview | None = None
+        self.encoding: Encoding | None = None
         self.taken = 0
         self.folder_nbytes: int | None = None
         self.failure: OSError | None = None

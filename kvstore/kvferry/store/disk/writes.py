@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -16,6 +17,7 @@ from kvferry.core.clock import is_past, time_left
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import address_of, lay_out, scratch, write_whole
+from kvferry.store.disk.encoded import encode_job, lay_out_encoded
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of
 from kvferry.store.disk.folders import BLOCK_NBYTES, OpenFolder, disk_nbytes, file_nbytes
 from kvferry.store.disk.header import ALIGNMENT
@@ -133,7 +135,8 @@ class Writes:
             job = left.popleft()
             if job.result is None:
                 ready.append(job)
-                if job.looks:  # where room is tight, nobody takes more than he uses at once
+                # where room is tight, nobody takes more than he uses at once; a thread encodes into one place
+                if job.looks or job.encoded is not None:
                     break
         return ready
 
@@ -145,7 +148,12 @@ class Writes:
         Returns:
             ``False`` if there is no room but in what other jobs have taken; never if it is ``alone``.
         """
-        state, key, nbytes = self._state, job.block.key, job.nbytes
+        state, key = self._state, job.block.key
+        if not job.asked and (state.codec.is_on or job.block.lossy) and not is_past(deadline):
+            job.result = encode_job(state.codec, home.namespace, home.template, job, deadline)
+            if job.result is not None:
+                return True
+        nbytes = job.nbytes
         root = None if is_past(deadline) else self._choose_root(key, nbytes)
         if root is None:
             late = is_past(deadline)
@@ -175,7 +183,7 @@ class Writes:
     def _carry_out(self, home: Home, jobs: Sequence[WriteJob], deadline: float) -> None:
         """Write the files, up to the first that fails; those after it have no result then."""
         self._lay_out(home, jobs)
-        done: list[WriteJob] = []
+        done, began = list[WriteJob](), time.monotonic()
         for number, job in enumerate(jobs):
             done.append(job)
             if not job.taken and is_past(deadline):
@@ -192,7 +200,9 @@ class Writes:
                     job.result = self._failed(home, job, job.root, error)
                 break
             job.result = _STORED
-        for root in {job.root for job in done if job.result is _STORED}:
+        if stored := [job for job in done if job.result is _STORED]:
+            self._state.codec.carried("write", sum(job.nbytes for job in stored), time.monotonic() - began)
+        for root in {job.root for job in stored}:
             if root is not None:
                 root.took_write()
         for job in done:
@@ -208,7 +218,12 @@ class Writes:
         for number, job in enumerate(jobs):
             if job.root is None:
                 continue
-            key, data, parent, position = job.block
+            key, data, parent, position, _ = job.block
+            if job.encoded is not None:
+                job.temporary = job.root.temporary_name(key)
+                job.flags = DIRECT if job.root.direct_write else 0
+                lay_out_encoded(job, direct=job.root.direct_write)
+                continue
             if not job.header:
                 checksum = 0 if together else xxhash.xxh3_64_intdigest(data)  # the library puts it in
                 job.header = template.build(key, parent, position, checksum)
@@ -232,7 +247,7 @@ class Writes:
         run, checksum_at = state.runs.begin(home.template, len(jobs)), home.template.checksum_at
         for job in jobs:
             root, room, folder = job.root, job.room, job.folder
-            if root is None or room is None or folder is None:
+            if root is None or room is None or folder is None or job.encoded is not None:
                 break
             names_, sum_at = (job.name, job.temporary, root.ended_address), checksum_at(job.block.parent)
             if (entry := room.spare) is None:
@@ -277,6 +292,7 @@ class Writes:
             with contextlib.suppress(OSError):  # the block is there, whatever the folder says
                 root.grown(folder, room.spend, job.folder_nbytes)
         job.entry = DiskEntry(home.held, block.key, block.parent, job.taken, root.number, block.position)
+        job.entry.encoding = job.encoding
 
     def _settle(self, job: WriteJob) -> None:
         """Give back the room of a job that is left."""
@@ -353,8 +369,9 @@ class Writes:
         assert room is not None
         if not root.is_up:  # maybe closed since: nothing is written beside the next owner
             raise RootDownError(errno.ENODEV, "the directory is down")
-        if self._state.runs is not None and job.failure is None:  # else that has, or would have, done it
-            key, data, parent, position = block
+        alone = self._state.runs is None or job.encoded is not None
+        if not alone and job.failure is None:  # else that has, or would have, done it
+            key, data, parent, position, _ = block
             job.parts[0][:] = home.template.build(key, parent, position, xxhash.xxh3_64_intdigest(data))
         while True:
             try:

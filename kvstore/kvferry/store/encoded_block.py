@@ -1,0 +1,147 @@
+"""Encoded blocks, the frames of a block's layer slices in a row: see :mod:`kvferry.store.encoding`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvferry.codecs import ArrayStage, Codec, CodecPipeline
+from kvferry.codecs.choice import RAW
+from kvferry.codecs.frame import MAX_HEADER_NBYTES, parse_frame
+from kvferry.core.buffers import page_aligned
+from kvferry.core.clock import is_past
+from kvferry.core.errors import TierError
+from kvferry.core.spec import SLICE_ALIGNMENT, KVSpec
+
+__all__ = ["BlockCodec", "EncodedBlock", "Encoding", "Memory", "aligned", "most_encoded_nbytes"]
+
+_KEPT_NBYTES: Final = 64 << 20
+
+
+class Encoding(NamedTuple):
+    """How a block is encoded, as it stands beside its bytes in the medium.
+
+    Attributes:
+        codec: Text form of the pipeline.
+        lossy: Whether decoding gives other values than were saved.
+        bound: Stated bound of the relative error of its tensors; 0 if nothing is lost.
+    """
+
+    codec: str
+    lossy: bool = False
+    bound: float = 0.0
+
+
+class EncodedBlock(NamedTuple):
+    """One encoded block.
+
+    Attributes:
+        data: Its bytes, page-aligned memory of the thread that encoded it: valid until that encodes the next.
+        sizes: Of the frame of each layer, without the zeros behind it.
+        encoding: How it was encoded.
+    """
+
+    data: memoryview
+    sizes: tuple[int, ...]
+    encoding: Encoding
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` and the zeros behind them, up to where the next frame may begin."""
+    return -(-nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+
+
+def most_encoded_nbytes(spec: KVSpec) -> int:
+    """The largest that an encoded block of ``spec`` may be, whichever codec made it."""
+    return sum(aligned(layer.nbytes + MAX_HEADER_NBYTES) for layer in spec.layers)
+
+
+class Memory(threading.local):
+    """What a thread encodes into: grown to the largest block, and kept up to 64 MiB."""
+
+    def __init__(self) -> None:
+        self._held = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """``nbytes`` of it, page-aligned; what was taken before is no longer valid."""
+        found = self._held
+        if len(found) < nbytes:
+            self._held = memoryview(b"")
+            found = page_aligned(nbytes)
+            if nbytes <= _KEPT_NBYTES:
+                self._held = found
+        return found[:nbytes]
+
+
+_encoded = Memory()
+
+
+class BlockCodec:
+    """Encodes the blocks of one spec. Thread safe.
+
+    Args:
+        spec: What the blocks are.
+        pipelines: That may be used, by their text.
+
+    Attributes:
+        spec: What the blocks are.
+        pipelines: That of each layer, by the text of the pipeline asked for: a layer that it does not know
+            goes as it is.
+        unused: Why a pipeline is not used, for people.
+        most_nbytes: The largest that an encoded block may be on its way out of a pipeline.
+    """
+
+    def __init__(self, spec: KVSpec, pipelines: Mapping[str, CodecPipeline]) -> None:
+        raw = CodecPipeline.parse(RAW)
+        self.spec: Final = spec
+        self.pipelines: dict[str, tuple[CodecPipeline, ...]] = {}
+        self.unused = ""
+        self._raw: Final = (raw,) * len(spec.layers)
+        self._encodings = {(RAW, False): Encoding(RAW)}
+        for name, pipeline in pipelines.items():
+            why = {layer: pipeline.unsupported(replace(spec, layers=(layer,))) for layer in set(spec.layers)}
+            if why and not all(why.values()):
+                self.pipelines[name] = tuple(raw if why[layer] else pipeline for layer in spec.layers)
+                self._encodings[name, False] = Encoding(name)
+                self._encodings[name, True] = Encoding(name, True, _stated_bound(pipeline, spec))
+            else:
+                reason = next(iter(why.values()), "they have no layers")
+                self.unused = f"stored as they are, {name} is not used: {reason}"
+        self.most_nbytes: Final = max(
+            sum(aligned(p.max_encoded_nbytes(layer)) for p, layer in zip(each, spec.layers, strict=True))
+            for each in (self._raw, *self.pipelines.values())
+        )
+
+    def encode(self, data: memoryview, name: str, deadline: float) -> EncodedBlock:
+        """Encode a block by the pipeline ``name``, or as it is.
+
+        Raises:
+            TierError: At the deadline.
+        """
+        memory = _encoded.take(self.most_nbytes)
+        array = np.frombuffer(memory, np.uint8)
+        sizes: list[int] = []
+        at, lossy = 0, False
+        pipelines = self.pipelines.get(name, self._raw)
+        for number, (layer, pipeline) in enumerate(zip(self.spec.layers, pipelines, strict=True)):
+            if is_past(deadline):
+                raise TierError("not encoded by the deadline")
+            frame = memory[at : at + pipeline.max_encoded_nbytes(layer)]
+            nbytes = pipeline.encode_into(data[self.spec.layer_slice(number)], layer, frame)
+            lossy |= not pipeline.lossless and parse_frame(frame[:nbytes]).lossy
+            sizes.append(nbytes)
+            end = at + aligned(nbytes)
+            array[at + nbytes : end] = 0
+            at = end
+        return EncodedBlock(memory[:at], tuple(sizes), self._encodings[name, lossy])
+
+
+def _stated_bound(pipeline: CodecPipeline, spec: KVSpec) -> float:
+    """The largest of any tensor."""
+    tensors = {tensor for layer in spec.layers for tensor in layer.tensors}
+    lossy: tuple[ArrayStage | Codec, ...] = (*pipeline.arrays, pipeline.codec)
+    return max((sum(stage.error_bound(tensor) for stage in lossy) for tensor in tensors), default=0.0)
