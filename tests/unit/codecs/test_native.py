@@ -73,6 +73,14 @@ def values(kind: str, shape: tuple[int, ...], dtype: int, seed: int) -> ByteArra
         raw[rng.integers(0, count, max(1, count // 50))] = 0x7C00 if dtype else 0x7F80
     elif kind == "constant":
         raw[:] = 0x3C01 if dtype else 0x3F9A
+    elif kind == "skewed":  # most codes short, and runs of long ones
+        raw[:] = 100 << 7
+        rare = rng.integers(0, count, count // 8)
+        raw[rare] = rng.integers(80, 140, len(rare)) << 7
+        raw[count // 2 : count // 2 + 100] = (
+            rng.integers(80, 140, len(raw[count // 2 : count // 2 + 100])) << 7
+        )
+        raw[rng.integers(0, count)] = 0x8000
     found: ByteArray = raw.view(np.uint8)
     return found
 
@@ -84,7 +92,8 @@ def requests() -> list[Request]:
         nbytes = 2 * rows * heads * last
         for operation in OPERATIONS:
             for dtype in (0, 1):
-                for kind in ("normal", "bits", "some not finite", "constant"):
+                skewed = ("skewed",) if operation.code == SPLIT else ()
+                for kind in ("normal", "bits", "some not finite", "constant", *skewed):
                     piece = Piece(0, nbytes, operation, rows, heads * last, last, dtype)
                     plan = Plan((piece, Piece(nbytes, 24)), nbytes + 24)
                     slices = np.arange(count * plan.slice_nbytes).astype(np.uint8).reshape(count, -1)

@@ -26,7 +26,7 @@ __all__ = ["split_decode", "split_encode"]
 
 _HUFFMAN: Final = 1
 _ZSTD: Final = 2
-_BITS: Final = 11
+_BITS: Final = 10
 _LENGTHS_NBYTES: Final = 128
 _STREAM: Final = 1 << 14
 _PAD_NBYTES: Final = 8
@@ -114,7 +114,7 @@ def _unhuffman(src: ByteArray, total: int, streams: int, payload: int) -> tuple[
 
 
 def _table(packed: ByteArray) -> tuple[ByteArray, npt.NDArray[np.int64]]:
-    """Symbol and code length for each value of the next 11 bits.
+    """Symbol and code length for each value of the next 10 bits.
 
     Raises:
         CorruptBlockError: If the lengths are no complete prefix code.
