@@ -151,7 +151,7 @@ class TierFaults(TierFixtures):
             assert time.monotonic() - start < 10
             assert set(outcomes(results)) == {FAILED}
             flying = [r.in_flight for r in results if r.in_flight is not None]
-            assert flying
+            assert flying or not tier.indexed  # from a remote store who reads takes the bytes himself
             assert not any(event.is_set() for event in flying)
         assert all(event.wait(20) for event in flying)
         assert outcomes(read(tier, namespace, keys)) == [HIT] * 6

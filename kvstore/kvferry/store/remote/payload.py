@@ -1,0 +1,166 @@
+"""What goes into a stored value, and where what comes out of one goes: piece by piece, hashed while in cache.
+
+A sink is a generator. It is given the size of a value, yields the views that the next bytes go to, is
+resumed when these are full, and returns what came of it; what it leaves unread means nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator, Iterator, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import xxhash
+
+from kvferry.core.errors import CorruptBlockError
+from kvferry.core.keys import BlockKey
+from kvferry.store.remote.manifest import (
+    CHECKSUM_NBYTES,
+    HEAD_NBYTES,
+    Head,
+    Manifest,
+    ManifestTemplate,
+    Part,
+    parse_head,
+)
+from kvferry.store.tier import ReadOutcome
+
+__all__ = ["Received", "Sink", "receive_block", "receive_part", "send_block", "send_part"]
+
+CHUNK_NBYTES: Final = 256 << 10
+_U64: Final = struct.Struct("<Q")
+Pieces: TypeAlias = "Sequence[memoryview | bytes]"
+
+
+class Received(NamedTuple):
+    """What came of reading one value.
+
+    Attributes:
+        outcome: ``HIT`` also for a manifest whose data lies in parts.
+        reason: What was wrong.
+        manifest: What the value says of itself, where that is known.
+    """
+
+    outcome: ReadOutcome
+    reason: str = ""
+    manifest: Manifest | None = None
+
+
+Sink: TypeAlias = "Generator[list[memoryview], None, Received]"
+
+
+def receive_block(
+    template: ManifestTemplate, key: BlockKey, parent: BlockKey | None, into: memoryview, nbytes: int
+) -> Sink:
+    """A manifest, with the block's data behind it or without; see :class:`Received`."""
+    try:
+        if nbytes == template.value_nbytes:
+            return (yield from _receive_expected(template, key, parent, into))
+        return (yield from _receive_any(template, key, parent, into, nbytes))
+    except CorruptBlockError as error:
+        return Received(ReadOutcome.CORRUPT, str(error))
+
+
+def _receive_expected(
+    template: ManifestTemplate, key: BlockKey, parent: BlockKey | None, into: memoryview
+) -> Sink:
+    """A value of the size that this release writes: no byte has to be waited for on its own."""
+    manifest = memoryview(bytearray(template.inline_nbytes))
+    trailer = memoryview(bytearray(CHECKSUM_NBYTES))
+    first = into[:CHUNK_NBYTES]
+    whole = len(first) == len(into)
+    yield [manifest, first, trailer] if whole else [manifest, first]
+    head = parse_head(manifest[:HEAD_NBYTES])
+    if not head.inline or HEAD_NBYTES + head.rest_nbytes != len(manifest):
+        if not whole:
+            raise CorruptBlockError("the lengths in the manifest contradict that of the value")
+        return _parse(template, key, parent, memoryview(b"".join((manifest, first, trailer))))
+    found = template.check(manifest, head, key, parent)
+    digest = xxhash.xxh3_64(first)
+    if not whole:
+        yield from _receive_data(into[CHUNK_NBYTES:], digest)
+        yield [trailer]
+    _compare(digest, _U64.unpack(trailer)[0], "the data's")
+    return Received(ReadOutcome.HIT, "", found)
+
+
+def _parse(template: ManifestTemplate, key: BlockKey, parent: BlockKey | None, value: memoryview) -> Received:
+    """A manifest with parts that has, by chance, as many bytes as a block with its data."""
+    head = parse_head(value[:HEAD_NBYTES])
+    _check_length(head, len(value))
+    return Received(ReadOutcome.HIT, "", template.check(value, head, key, parent))
+
+
+def _receive_any(
+    template: ManifestTemplate, key: BlockKey, parent: BlockKey | None, into: memoryview, nbytes: int
+) -> Sink:
+    if nbytes < HEAD_NBYTES:
+        raise CorruptBlockError(f"a value of {nbytes} bytes is no manifest")
+    start = bytearray(HEAD_NBYTES)
+    yield [memoryview(start)]
+    head = parse_head(start)
+    _check_length(head, nbytes)
+    manifest = memoryview(bytearray(HEAD_NBYTES + head.rest_nbytes))
+    manifest[:HEAD_NBYTES] = start
+    yield [manifest[HEAD_NBYTES:]]
+    found = template.check(manifest, head, key, parent)
+    if found.encoding:
+        raise CorruptBlockError("it went through a codec, and this tier has none")
+    if head.inline:
+        digest, trailer = xxhash.xxh3_64(), memoryview(bytearray(CHECKSUM_NBYTES))
+        yield from _receive_data(into, digest)
+        yield [trailer]
+        _compare(digest, _U64.unpack(trailer)[0], "the data's")
+    return Received(ReadOutcome.HIT, "", found)
+
+
+def _check_length(head: Head, nbytes: int) -> None:
+    wanted = HEAD_NBYTES + head.rest_nbytes + (head.data_nbytes + CHECKSUM_NBYTES if head.inline else 0)
+    if nbytes != wanted:
+        raise CorruptBlockError(f"a value of {nbytes} bytes, its manifest says {wanted}")
+
+
+def _receive_data(into: memoryview, digest: xxhash.xxh3_64) -> Generator[list[memoryview], None, None]:
+    for at in range(0, len(into), CHUNK_NBYTES):
+        piece = into[at : at + CHUNK_NBYTES]
+        yield [piece]
+        digest.update(piece)
+
+
+def _compare(digest: xxhash.xxh3_64, checksum: int, whose: str) -> None:
+    if digest.intdigest() != checksum:
+        raise CorruptBlockError(f"{whose} checksum is {digest.hexdigest()}, stored was {checksum:016x}")
+
+
+def receive_part(part: Part, into: memoryview, nbytes: int) -> Sink:
+    """A part of a block, which has ``len(into)`` bytes."""
+    if nbytes != part.nbytes:
+        return Received(ReadOutcome.CORRUPT, f"a part of {nbytes} bytes, the manifest says {part.nbytes}")
+    digest = xxhash.xxh3_64()
+    yield from _receive_data(into, digest)
+    try:
+        _compare(digest, part.checksum, "a part's")
+    except CorruptBlockError as error:
+        return Received(ReadOutcome.CORRUPT, str(error))
+    return Received(ReadOutcome.HIT)
+
+
+def send_block(manifest: bytes, data: memoryview) -> Iterator[Pieces]:
+    """A manifest, the data and its checksum."""
+    first = data[:CHUNK_NBYTES]
+    digest = xxhash.xxh3_64(first)
+    if len(first) == len(data):
+        yield [manifest, first, _U64.pack(digest.intdigest())]
+        return
+    yield [manifest, first]
+    for at in range(CHUNK_NBYTES, len(data), CHUNK_NBYTES):
+        piece = data[at : at + CHUNK_NBYTES]
+        digest.update(piece)
+        yield [piece]
+    yield [_U64.pack(digest.intdigest())]
+
+
+def send_part(data: memoryview) -> Iterator[Pieces]:
+    """The bytes of a part; its checksum is in the manifest."""
+    for at in range(0, len(data), CHUNK_NBYTES):
+        yield [data[at : at + CHUNK_NBYTES]]

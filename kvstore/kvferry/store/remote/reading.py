@@ -1,0 +1,107 @@
+"""Blocks are read from a remote store by their manifests; those in parts need a second request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvferry.store.remote.backend import Answer, Backend, Done, Get
+from kvferry.store.remote.home import Home
+from kvferry.store.remote.index import Held
+from kvferry.store.remote.manifest import Manifest
+from kvferry.store.remote.payload import receive_block, receive_part
+from kvferry.store.tier import BlockRead, ReadOutcome, ReadResult
+
+__all__ = ["BlockReads", "read_blocks"]
+
+_MISS = ReadResult(ReadOutcome.MISS)
+
+
+class BlockReads(NamedTuple):
+    """What came of a batch.
+
+    Attributes:
+        results: One a block.
+        broken: What lies there and is no block: it has to go.
+    """
+
+    results: list[ReadResult]
+    broken: list[Held]
+
+
+def read_blocks(backend: Backend, home: Home, blocks: Sequence[BlockRead], deadline: float) -> BlockReads:
+    """Read blocks straight into their buffers."""
+    gets = [
+        Get(home.name(b.key), partial(receive_block, home.template, b.key, b.parent, b.into)) for b in blocks
+    ]
+    answers = backend.get(gets, deadline)
+    results = [_result(answer) for answer in answers]
+    found = BlockReads(results, [])
+    split: list[tuple[int, Manifest]] = []
+    for n, (answer, result) in enumerate(zip(answers, results, strict=True)):
+        if result.outcome is ReadOutcome.CORRUPT:
+            found.broken.append(Held(gets[n].name, 0, None))
+        elif result.outcome is ReadOutcome.HIT and (manifest := _manifest(answer)).parts:
+            split.append((n, manifest))
+    if split:
+        _read_parts(backend, home, blocks, split, found, deadline)
+    return found
+
+
+def _manifest(answer: Answer) -> Manifest:
+    assert answer.received is not None
+    assert answer.received.manifest is not None
+    return answer.received.manifest
+
+
+def _read_parts(
+    backend: Backend,
+    home: Home,
+    blocks: Sequence[BlockRead],
+    split: Sequence[tuple[int, Manifest]],
+    found: BlockReads,
+    deadline: float,
+) -> None:
+    gets: list[Get] = []
+    for n, manifest in split:
+        at = 0
+        for name, part in zip(home.part_names(blocks[n].key, manifest), manifest.parts, strict=True):
+            gets.append(Get(name, partial(receive_part, part, blocks[n].into[at : at + part.nbytes])))
+            at += part.nbytes
+    answers = iter(backend.get(gets, deadline))
+    for n, manifest in split:
+        own = [next(answers) for _ in manifest.parts]
+        found.results[n] = result = _joined(own, found.results[n])
+        if result.outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT):
+            name = home.name(blocks[n].key)
+            found.broken.append(Held(name, 0, home.part_names(blocks[n].key, manifest)))
+
+
+def _joined(answers: Sequence[Answer], hit: ReadResult) -> ReadResult:
+    """The result of a block from those of its parts: the worst, and nobody's hand is forgotten."""
+    results = [_result(answer) for answer in answers]
+    flying = [r.in_flight for r in results if r.in_flight is not None and not r.in_flight.is_set()]
+    for outcome in (ReadOutcome.FAILED, ReadOutcome.CORRUPT, ReadOutcome.MISS):
+        for result in results:
+            if result.outcome is outcome:
+                reason = result.reason or "a part of it is gone"
+                return ReadResult(outcome, reason, in_flight=_all_of(flying))
+    return hit
+
+
+def _all_of(flying: list[threading.Event]) -> threading.Event | None:
+    return flying[0] if flying else None  # those of one call are one event
+
+
+def _result(answer: Answer) -> ReadResult:
+    if answer.done is Done.NO:
+        return _MISS
+    received = answer.received
+    if answer.done is not Done.OK or received is None:
+        return ReadResult(ReadOutcome.FAILED, answer.reason or "no answer", in_flight=answer.in_flight)
+    manifest = received.manifest
+    if received.outcome is not ReadOutcome.HIT or manifest is None:
+        return ReadResult(received.outcome, received.reason)
+    return ReadResult(ReadOutcome.HIT, "", manifest.parent, manifest.position)

@@ -1,0 +1,132 @@
+"""Many requests to one server on one connection: sent ahead of their replies, some at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvferry.core.clock import is_past
+from kvferry.core.errors import KVFerryError, ProtocolError, TransportError
+from kvferry.store.remote.backend import Answer, Done
+from kvferry.store.remote.redis.requests import Request
+from kvferry.store.remote.redis.resp import ReplyError, command
+from kvferry.store.remote.redis.server import Lane, Server
+
+__all__ = ["Outcome", "run_on"]
+
+Outcome = Answer | ReplyError
+"""Of one request; the error of a reply is still to be understood."""
+
+_AHEAD_REQUESTS: Final = 256
+_AHEAD_NBYTES: Final = 32 << 20
+_JOIN_NBYTES: Final = 64 << 10
+_MOST_PIECES: Final = 512
+_LEAST_LIMIT_NBYTES: Final = 1 << 20
+_ASKING: Final = command(b"ASKING")
+_STOP: Final = frozenset({"OOM"})
+
+
+def run_on(
+    server: Server, requests: Sequence[Request], deadline: float, *, asking: bool = False
+) -> list[Outcome]:
+    """Make requests of one server; an outcome each, whatever happens.
+
+    A connection that lay idle may have ended meanwhile: then, and if nothing has come, all is sent once more
+    on a new one. When the server has no memory left, what was not sent yet is not sent.
+    """
+    fresh = False
+    while True:
+        outcomes: list[Outcome] = []
+        try:
+            lane = server.lease(deadline, fresh=fresh)
+        except (KVFerryError, OSError) as error:
+            return _failed(requests, outcomes, str(error))
+        was_used, lane.reader.received = lane.used, False
+        try:
+            for group in _groups(requests):
+                _exchange(lane, server, group, outcomes, deadline, asking=asking)
+                if any(isinstance(o, ReplyError) and o.word in _STOP for o in outcomes):
+                    break
+        except (TransportError, ProtocolError) as error:
+            if (
+                was_used
+                and not lane.reader.received
+                and not fresh
+                and _ended(error)
+                and not is_past(deadline)
+            ):
+                server.drop(lane)
+                fresh = True
+                continue
+            server.drop(lane, error)
+            return _failed(requests, outcomes, f"{error}{_hint(requests, error)}")
+        except BaseException:
+            server.drop(lane)  # the caller's own: replies are still to come on it
+            raise
+        server.give_back(lane)
+        if len(outcomes) < len(requests):
+            refused = next(o for o in outcomes if isinstance(o, ReplyError) and o.word in _STOP)
+            outcomes += [refused] * (len(requests) - len(outcomes))
+        return outcomes
+
+
+def _hint(requests: Sequence[Request], error: KVFerryError) -> str:
+    """What may be the cause of a connection that the server ended; it says nothing itself."""
+    largest = max(request.nbytes for request in requests)
+    if not _ended(error) or largest <= _LEAST_LIMIT_NBYTES:
+        return ""
+    return f"; is a value of {largest} bytes over the server's proto-max-bulk-len? Then lower the tier's part"
+
+
+def _ended(error: KVFerryError) -> bool:
+    return error.code == "connection_closed"
+
+
+def _failed(requests: Sequence[Request], outcomes: list[Outcome], reason: str) -> list[Outcome]:
+    outcomes += [Answer(Done.FAILED, reason)] * (len(requests) - len(outcomes))
+    return outcomes
+
+
+def _groups(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
+    start, nbytes = 0, 0
+    for n, request in enumerate(requests):
+        if n > start and (n - start >= _AHEAD_REQUESTS or nbytes + request.nbytes > _AHEAD_NBYTES):
+            yield requests[start:n]
+            start, nbytes = n, 0
+        nbytes += request.nbytes
+    if start < len(requests):
+        yield requests[start:]
+
+
+def _exchange(
+    lane: Lane,
+    server: Server,
+    group: Sequence[Request],
+    outcomes: list[Outcome],
+    deadline: float,
+    *,
+    asking: bool,
+) -> None:
+    """Send a group and take its replies; each has the time of a request from when it is its turn."""
+    waiting: list[memoryview | bytes] = []
+    nbytes = 0
+    for request in group:
+        until = server.request_deadline(deadline)
+        if asking:
+            waiting.append(_ASKING)
+        for pieces in request.pieces():
+            waiting += pieces
+            nbytes += sum(map(len, pieces))
+            if nbytes >= _JOIN_NBYTES or len(waiting) >= _MOST_PIECES:
+                lane.connection.send(waiting, until)
+                waiting, nbytes = [], 0
+    if waiting:
+        lane.connection.send(waiting, server.request_deadline(deadline))
+    for request in group:
+        until = server.request_deadline(deadline)
+        if asking:
+            lane.reader.read(until)
+        try:
+            outcomes.append(request.take(lane.reader, until))
+        except ReplyError as error:
+            outcomes.append(error)

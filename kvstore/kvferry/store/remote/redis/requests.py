@@ -1,0 +1,130 @@
+"""Requests of the backend as commands of Redis, and what its replies mean."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Final
+
+from kvferry.core.errors import ProtocolError
+from kvferry.store.remote.backend import Answer, Done, Get, Put
+from kvferry.store.remote.payload import Pieces, Received
+from kvferry.store.remote.redis.resp import MISSING, ReplyReader, command
+
+__all__ = ["Exists", "Plain", "Read", "Request", "Write"]
+
+_OK: Final = Answer(Done.OK)
+_NO: Final = Answer(Done.NO)
+
+
+class Request(ABC):
+    """One command about one name, and how its reply is taken."""
+
+    name: str
+    nbytes: int = 0
+    """Of the value that goes with it, there or back, as far as that is known."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Pieces]:
+        """What is sent; called again if it has to be sent again."""
+
+    @abstractmethod
+    def take(self, reader: ReplyReader, deadline: float) -> Answer:
+        """Take the reply. Raises as :class:`ReplyReader`."""
+
+
+class Plain(Request):
+    """A command whose reply is a number: 0 is :attr:`~Done.NO`."""
+
+    def __init__(self, name: str, *words: bytes) -> None:
+        self.name = name
+        self._words = words
+
+    def pieces(self) -> Iterator[Pieces]:
+        """See :class:`Request`."""
+        yield [command(self._words[0], self.name.encode(), *self._words[1:])]
+
+    def take(self, reader: ReplyReader, deadline: float) -> Answer:
+        """See :class:`Request`."""
+        return _OK if reader.read(deadline) else _NO
+
+
+class Exists(Plain):
+    """Whether there is a value."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, b"EXISTS")
+
+
+class Read(Request):
+    """Reads a value into what its sink gives."""
+
+    def __init__(self, get: Get) -> None:
+        self.name = get.name
+        self._get = get
+
+    def pieces(self) -> Iterator[Pieces]:
+        """See :class:`Request`."""
+        name, most = self.name.encode(), self._get.most
+        if most is None:
+            yield [command(b"GET", name)]
+        else:
+            yield [command(b"GETRANGE", name, b"0", b"%d" % (most - 1))]
+
+    def take(self, reader: ReplyReader, deadline: float) -> Answer:
+        """See :class:`Request`."""
+        nbytes = reader.value_nbytes(deadline)
+        if nbytes == MISSING:
+            return _NO
+        left, sink = nbytes, self._get.sink(nbytes)
+        try:
+            while True:
+                views = next(sink)
+                left -= sum(map(len, views))
+                if left < 0:
+                    raise ProtocolError(f"{self.name}: more was asked for than the {nbytes} bytes there are")
+                reader.value(views, deadline)
+        except StopIteration as end:
+            received: Received = end.value
+        reader.end(left, deadline)
+        if nbytes == 0 and self._get.most is not None:
+            return _NO  # of a value that is not there a range is empty
+        return Answer(Done.OK, "", received)
+
+
+class Write(Request):
+    """Writes a value.
+
+    Args:
+        put: The value.
+        seconds: It goes by itself after so many; 0: it stays.
+    """
+
+    def __init__(self, put: Put, seconds: int) -> None:
+        self.name = put.name
+        self.nbytes = put.nbytes
+        self._put = put
+        words = [b"NX"] if put.only_new else []
+        if seconds:
+            words += [b"EX", b"%d" % seconds]
+        name = put.name.encode()
+        count = 3 + len(words)
+        self._head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (count, len(name), name, put.nbytes)
+        self._tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+    def pieces(self) -> Iterator[Pieces]:
+        """See :class:`Request`."""
+        source = self._put.source()
+        first = next(source, [])
+        second = next(source, None)
+        if second is None:
+            yield [self._head, *first, self._tail]
+            return
+        yield [self._head, *first]
+        while second is not None:
+            last, second = second, next(source, None)
+            yield [*last, self._tail] if second is None else last
+
+    def take(self, reader: ReplyReader, deadline: float) -> Answer:
+        """See :class:`Request`."""
+        return _NO if reader.read(deadline) is None else _OK

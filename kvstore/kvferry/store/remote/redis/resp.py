@@ -1,0 +1,175 @@
+"""The protocol of Redis, version 2, over a connection: commands out, replies in, no byte of a value copied.
+
+What comes is taken from the connection a few bytes ahead at most, so that the bytes of a value go from the
+socket into the caller's memory, which is what a client library does not offer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from kvferry.core.errors import ProtocolError, TierError
+from kvferry.transports.base import Connection
+
+__all__ = ["MISSING", "Reply", "ReplyError", "ReplyReader", "command"]
+
+Reply: TypeAlias = "int | bytes | list[Reply] | None"
+MISSING: Final = -1
+"""The size of a value that is not there."""
+_AHEAD_NBYTES: Final = 32  # never reaches beyond the first bytes of a value, which are no data
+_BUFFER_NBYTES: Final = 16 << 10
+_MAX_LINE_NBYTES: Final = 8 << 10
+_MAX_BULK_NBYTES: Final = 16 << 20
+_MAX_ITEMS: Final = 1 << 20
+_MAX_DEPTH: Final = 8
+_DRAIN_NBYTES: Final = 64 << 10
+
+
+class ReplyError(TierError):
+    """The server answered with an error.
+
+    Attributes:
+        word: Its first word, such as ``OOM`` or ``MOVED``.
+        rest: What follows.
+    """
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        self.word, _, self.rest = line.partition(" ")
+
+
+def command(*words: bytes) -> bytes:
+    """A command with all its arguments."""
+    return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)))
+
+
+class ReplyReader:
+    """Takes replies from a connection, in order. For one thread at a time.
+
+    Args:
+        connection: Where they come from.
+
+    Attributes:
+        received: Whether anything has come yet.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._bytes = bytearray(_BUFFER_NBYTES)
+        self._buffer = memoryview(self._bytes)
+        self._at = 0  # of what was taken ahead
+        self._end = 0
+        self.received = False
+
+    # -- small replies ---------------------------------------------------------------------------------
+
+    def read(self, deadline: float) -> Reply:
+        """The next reply, whole.
+
+        Raises:
+            ReplyError: If it is an error.
+            ProtocolError: If it is none, or larger than any that is asked for.
+            TransportError: As of the connection.
+        """
+        return self._read(deadline, 0)
+
+    def _read(self, deadline: float, depth: int) -> Reply:
+        kind, text = self._line(deadline, _BUFFER_NBYTES)
+        if kind == b"+":
+            return text
+        if kind == b"-":
+            raise ReplyError(text.decode("utf-8", "replace"))
+        number = _number(kind, text)
+        if kind == b":":
+            return number
+        if number < 0:
+            return None
+        if kind == b"$":
+            return self._bulk(number, deadline)
+        if kind != b"*" or number > _MAX_ITEMS or depth >= _MAX_DEPTH:
+            raise ProtocolError(f"a reply begins with {kind + text[:32]!r}", remote=True)
+        return [self._read(deadline, depth + 1) for _ in range(number)]
+
+    def _bulk(self, nbytes: int, deadline: float) -> bytes:
+        if nbytes > _MAX_BULK_NBYTES:
+            raise ProtocolError(
+                f"a reply of {nbytes} bytes, at most {_MAX_BULK_NBYTES} are taken", remote=True
+            )
+        found = bytearray(nbytes + 2)
+        self._fill([memoryview(found)], deadline)
+        return bytes(found[:nbytes])
+
+    # -- values ----------------------------------------------------------------------------------------
+
+    def value_nbytes(self, deadline: float) -> int:
+        """The size of the value that comes next, or :data:`MISSING`; then :meth:`value` and :meth:`end`.
+
+        Raises:
+            ReplyError: As :meth:`read`.
+            ProtocolError: As :meth:`read`.
+        """
+        kind, text = self._line(deadline, _AHEAD_NBYTES)
+        if kind == b"-":
+            raise ReplyError(text.decode("utf-8", "replace"))
+        if kind != b"$":
+            raise ProtocolError(
+                f"a value was asked for, a reply begins with {kind + text[:32]!r}", remote=True
+            )
+        return _number(kind, text)
+
+    def value(self, views: Sequence[memoryview], deadline: float) -> None:
+        """The next bytes of the value into ``views``."""
+        self._fill(views, deadline)
+
+    def end(self, unread_nbytes: int, deadline: float) -> None:
+        """Leave the rest of the value."""
+        left = unread_nbytes + 2
+        if left > 2:
+            scratch = memoryview(bytearray(min(left, _DRAIN_NBYTES)))
+            while left > 0:
+                piece = scratch[:left]
+                self._fill([piece], deadline)
+                left -= len(piece)
+            return
+        self._fill([memoryview(bytearray(2))], deadline)
+
+    # -- bytes -----------------------------------------------------------------------------------------
+
+    def _line(self, deadline: float, ahead: int) -> tuple[bytes, bytes]:
+        """The first byte of a line, and the others."""
+        line = b""
+        while True:
+            if self._at == self._end:
+                taken = self._connection.recv_at_least(self._buffer[:ahead], 1, deadline)
+                self._at, self._end, self.received = 0, taken, True
+            found = self._bytes.find(b"\n", self._at, self._end)
+            end = self._end if found < 0 else found + 1
+            line += self._buffer[self._at : end]
+            self._at = end
+            if found >= 0:
+                break
+            if len(line) > _MAX_LINE_NBYTES:
+                break
+        if len(line) < 3 or not line.endswith(b"\r\n"):
+            raise ProtocolError(f"a reply begins with {line[:32]!r}; is it a Redis server?", remote=True)
+        return line[:1], line[1:-2]
+
+    def _fill(self, views: Sequence[memoryview], deadline: float) -> None:
+        left = [view for view in views if len(view)]
+        while left and self._at < self._end:
+            taken = self._buffer[self._at : min(self._end, self._at + len(left[0]))]
+            left[0][: len(taken)] = taken
+            self._at += len(taken)
+            left[0] = left[0][len(taken) :]
+            if not len(left[0]):
+                del left[0]
+        if left:
+            self._connection.recv_into(left, deadline)
+
+
+def _number(kind: bytes, text: bytes) -> int:
+    digits = text[1:] if text[:1] == b"-" else text
+    if not digits.isdigit() or len(digits) > 18:
+        raise ProtocolError(f"a reply begins with {kind + text[:32]!r}", remote=True)
+    return int(text)

@@ -1,0 +1,243 @@
+"""A tier over a remote store of values: what is the same for all of them.
+
+A block is one value, its manifest with the data behind it, where the store takes values that large. Else its
+data lies in parts, and the manifest is written when all of them are there: who finds no manifest finds no
+block. Parts carry the number of their write in their names, so two writers of one block never mix.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvferry.core.clock import is_past
+from kvferry.core.errors import ConfigError, TierError
+from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.core.tenants import check_tenant
+from kvferry.store.disk.problems import Problems
+from kvferry.store.remote.backend import Backend, Done
+from kvferry.store.remote.home import Home
+from kvferry.store.remote.index import Held, RemoteIndex
+from kvferry.store.remote.listing import Finder, entries_of
+from kvferry.store.remote.names import Names
+from kvferry.store.remote.options import RemoteOptions
+from kvferry.store.remote.reading import read_blocks
+from kvferry.store.remote.removal import remove_blocks
+from kvferry.store.remote.writing import BlockWriter
+from kvferry.store.tier import (
+    BlockRead,
+    BlockWrite,
+    ReadOutcome,
+    ReadResult,
+    Tier,
+    TierEntry,
+    TierNamespace,
+    TierUsage,
+    WriteOutcome,
+    WriteResult,
+)
+
+__all__ = ["RemoteTier"]
+
+_READ_COUNTERS: Final = {
+    ReadOutcome.HIT: "hits",
+    ReadOutcome.MISS: "misses",
+    ReadOutcome.CORRUPT: "corrupt_reads",
+    ReadOutcome.FAILED: "failed_reads",
+}
+_WRITE_COUNTERS: Final = {
+    WriteOutcome.STORED: "stored",
+    WriteOutcome.PRESENT: "present",
+    WriteOutcome.REFUSED: "refused",
+    WriteOutcome.FAILED: "failed_writes",
+}
+_COUNTERS: Final = (*_READ_COUNTERS.values(), *_WRITE_COUNTERS.values(), "evicted", "failed_lookups")
+
+
+class RemoteTier(Tier):
+    """Keeps blocks in a remote store. See :class:`~kvferry.store.tier.Tier` for the contract of every verb.
+
+    Others may use the same store: what it holds is asked each time (``indexed`` is ``False``), and the
+    figures of :meth:`usage` are of what this process wrote, or found at the start.
+
+    Args:
+        name: Name of the tier.
+        options: See :class:`~kvferry.store.remote.options.RemoteOptions`.
+        backend: Where the values go; closed by :meth:`close`.
+        names: What they are called.
+        problems: Where the backend tells of its problems.
+    """
+
+    persistent = True
+    indexed = False
+
+    def __init__(
+        self, name: str, options: RemoteOptions, backend: Backend, names: Names, problems: Problems
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self.names = names
+        self._options = options
+        self._problems = problems
+        self._index = RemoteIndex(options.capacity_nbytes)
+        self._writer = BlockWriter(backend, self._index, options.part_nbytes)
+        self._homes: dict[TierNamespace, Home] = {}
+        self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._lock = threading.Lock()
+        self._closed = False
+        self._finder = Finder(name, names, backend, self._index) if options.capacity_nbytes else None
+
+    # -- the verbs -------------------------------------------------------------------------------------
+
+    def open(self, namespace: TierNamespace) -> None:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        if namespace in self._homes:
+            return
+        check_tenant(namespace.tenant)
+        self._homes[namespace] = Home.of(namespace, self.names)
+
+    def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
+        """See :class:`~kvferry.store.tier.Tier`. Asks the store; what cannot be told is not there."""
+        home = self._home(namespace)
+        if self._closed or not keys:
+            return [False] * len(keys)
+        answers = self.backend.exists([home.name(key) for key in keys], deadline)
+        failed = [answer for answer in answers if answer.done is Done.FAILED]
+        if failed:
+            self._count(Counter(failed_lookups=len(failed)))
+        return [answer.done is Done.OK for answer in answers]
+
+    def read_into(
+        self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
+    ) -> list[ReadResult]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        home = self._home(namespace)
+        for block in blocks:
+            _require_block(block.key, block.into, home, writable=True)
+        if (why := self._why_not(deadline)) is not None:
+            return [ReadResult(ReadOutcome.FAILED, why)] * len(blocks)
+        found = read_blocks(self.backend, home, blocks, deadline)
+        hits = [
+            home.name(b.key)
+            for b, r in zip(blocks, found.results, strict=True)
+            if r.outcome is ReadOutcome.HIT
+        ]
+        self._index.used(list(reversed(hits)))  # heads of chains count as used last
+        for block, result in zip(blocks, found.results, strict=True):
+            if result.outcome is ReadOutcome.MISS:
+                self._index.forget(home.name(block.key))
+            elif result.outcome is ReadOutcome.CORRUPT:
+                self._problems.incident("corrupt block", f"{home.name(block.key)}: {result.reason}")
+        if found.broken:
+            broken = [self._index.forget(held.name) or held for held in found.broken]
+            remove_blocks(self.backend, self.names, broken, deadline)
+        self._count(Counter(_READ_COUNTERS[result.outcome] for result in found.results))
+        return found.results
+
+    def write(
+        self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float
+    ) -> list[WriteResult]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        home = self._home(namespace)
+        for block in blocks:
+            _require_block(block.key, block.data, home)
+            if block.parent is not None and len(block.parent) != KEY_NBYTES:
+                raise ConfigError(f"a parent has {len(block.parent)} bytes, a key has {KEY_NBYTES}")
+        if (why := self._why_not(deadline)) is not None:
+            return [WriteResult(WriteOutcome.FAILED, why)] * len(blocks)
+        results = self._writer.write(home, blocks, deadline)
+        self._count(Counter(_WRITE_COUNTERS[result.outcome] for result in results))
+        return results
+
+    def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
+        """See :class:`~kvferry.store.tier.Tier`.
+
+        Raises:
+            TierError: If some could not be removed by the deadline.
+        """
+        home = self._home(namespace)
+        if self._closed:
+            return [False] * len(keys)
+        names = [home.name(key) for key in keys]
+        gone = [self._index.forget(name) or Held(name, 0, None) for name in names]
+        answers = remove_blocks(self.backend, self.names, gone, deadline)
+        failed = [answer for answer in answers if answer.done is Done.FAILED]
+        if failed:
+            raise TierError(f"{len(failed)} of {len(keys)} blocks could not be removed: {failed[0].reason}")
+        return [answer.done is Done.OK for answer in answers]
+
+    def scan(self) -> Iterator[TierEntry]:
+        """See :class:`~kvferry.store.tier.Tier`. Of the tenants whose namespaces were opened.
+
+        Raises:
+            TierError: If the store cannot tell.
+        """
+        tenants = {self.names.tenant(space.tenant): space.tenant for space in list(self._homes)}
+        return entries_of(self.names, self.backend, tenants, self._index)
+
+    def usage(self) -> TierUsage:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        entries, used = self._index.usage()
+        problems = dict(self.backend.problems())
+        with self._lock:
+            counters: dict[str, float] = {**self._counts, **self.backend.counters()}
+        counters["evicted"] = float(self._index.evicted)
+        return TierUsage(
+            entries=entries,
+            used_nbytes=used,
+            capacity_nbytes=self._options.capacity_nbytes,
+            healthy=not problems,
+            counters=counters,
+            status={**self.backend.status(), **problems},
+        )
+
+    def flush(self, *, deadline: float) -> bool:
+        """See :class:`~kvferry.store.tier.Tier`. What counts as stored has been acknowledged there."""
+        del deadline
+        return True
+
+    def close(self) -> None:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        if self._closed:
+            return
+        self._closed = True
+        self.backend.close()
+        if self._finder is not None:
+            self._finder.close()
+
+    def wait_found(self, *, deadline: float) -> bool:
+        """Wait until what lay there at the start is counted; ``False`` at the deadline."""
+        return self._finder is None or self._finder.wait(deadline)
+
+    # -- small things ----------------------------------------------------------------------------------
+
+    def _why_not(self, deadline: float) -> str | None:
+        if self._closed:
+            return f"tier {self.name} is closed"
+        return "not begun by the deadline" if is_past(deadline) else None
+
+    def _count(self, counts: Counter[str]) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def _home(self, namespace: TierNamespace) -> Home:
+        home = self._homes.get(namespace)
+        if home is None:
+            raise ConfigError(
+                f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
+            )
+        return home
+
+
+def _require_block(key: BlockKey, data: memoryview, home: Home, *, writable: bool = False) -> None:
+    if len(key) != KEY_NBYTES:
+        raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
+    if data.nbytes != home.template.data_nbytes or data.ndim != 1 or data.itemsize != 1:
+        raise ConfigError(
+            f"a buffer of {data.nbytes} bytes, format {data.format!r}; a block of this namespace is a flat "
+            f"view of {home.template.data_nbytes} bytes"
+        )
+    if writable and data.readonly:
+        raise ConfigError("the buffer to read into is read-only")
