@@ -28,8 +28,8 @@ _NEEDS_QUOTES = re.compile(r"[\s'\"\\]")
 class StopSignal:
     """SIGTERM and SIGINT end the process in good order; a second one ends it at once.
 
-    Must be made in the main thread. Until :meth:`wait` is called there is nothing to put in order,
-    and the first signal exits with code 0.
+    Must be made in the main thread. Until :meth:`begin` or :meth:`wait` is called there is nothing to put in
+    order, and the first signal exits with code 0.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,10 @@ class StopSignal:
         if not self._serving:
             raise SystemExit(0)
         del number
+
+    def begin(self) -> None:
+        """From here on a first signal only makes :meth:`wait` return."""
+        self._serving = True
 
     def wait(self, alive: Callable[[], bool] = lambda: True) -> None:
         """Return when a signal has come.

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from kvferry.core.address import parse_url, same_place
+from kvferry.core.arena import available_memory
 from kvferry.core.cachedir import cache_dir
 from kvferry.core.config_tiers import TierConfig
 from kvferry.core.errors import ConfigError
 from kvferry.core.process import require_loopback
 from kvferry.core.runtime_folder import daemon_socket, runtime_folder
+from kvferry.core.units import format_nbytes
 
 if TYPE_CHECKING:
     from kvferry.core.config import Config, StoreConfig
@@ -56,6 +58,12 @@ def store_config(config: Config) -> StoreConfig:
         ConfigError: If options contradict each other.
     """
     store, daemon = config.store, config.daemon
+    available = available_memory()
+    if store.dram_capacity > available and not store.hugepages:
+        raise ConfigError(
+            f"store.dram_capacity (--capacity) is {format_nbytes(store.dram_capacity)}, "
+            f"{format_nbytes(available)} of memory are available: lower it"
+        )
     given = daemon.model_fields_set
     if store.tiers:
         clash = [

@@ -33,6 +33,7 @@ def run_daemon(config: Config) -> None:
     raise_open_files()
     daemon = Daemon(config)
     try:
+        stop.begin()
         stats = daemon.store_of("default").stats()
         print_ready(
             "daemon",

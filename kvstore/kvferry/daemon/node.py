@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvferry.core.clock import is_past, time_left
-from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, UnknownPluginError
+from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierError, UnknownPluginError
 from kvferry.core.process import listening
 from kvferry.daemon.checks import listen_urls, store_config
 from kvferry.daemon.service import Service
@@ -22,7 +22,7 @@ from kvferry.wire.server import ChannelServer
 from kvferry.wire.shared_arena import SHARED_ARENA
 
 if TYPE_CHECKING:
-    from kvferry.core.config import Config
+    from kvferry.core.config import Config, StoreConfig
 
 __all__ = ["DEFAULT_TENANT", "Daemon"]
 
@@ -64,9 +64,7 @@ class Daemon:
         self._servers: list[ChannelServer] = []
         self._closed = threading.Event()
         self._close_lock = threading.Lock()
-        self._store: TieredStore = open_store(
-            store, tenant=DEFAULT_TENANT, shared=config.daemon.arena == "shared"
-        )
+        self._store = self._open(store)
         try:
             for number, (url, option) in enumerate(urls):
                 self._servers.append(self._listen(url, option, number))
@@ -76,6 +74,12 @@ class Daemon:
             raise
         self._ticker = threading.Thread(target=self._tick, name="kvferry-daemon-tick", daemon=True)
         self._ticker.start()
+
+    def _open(self, store: StoreConfig) -> TieredStore:
+        try:
+            return open_store(store, tenant=DEFAULT_TENANT, shared=self.config.daemon.arena == "shared")
+        except TierError as error:
+            raise ConfigError(f"{error} (daemon.disk, --disk, or store.tiers)") from error
 
     def __repr__(self) -> str:
         return f"<Daemon at {' '.join(self.addresses)}>"

@@ -1,0 +1,218 @@
+"""Real daemons and real clients that are killed, stopped and restarted."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import Client, ClientOptions
+from kvferry.core.blockstore import Namespace
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import CapacityError, LeaseExpiredError, UnavailableError
+from kvferry.core.keys import BlockKey
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.processes import Command
+
+SPEC = small_spec("daemon-faults")
+BLOCKS = (1 << 20) // SPEC.block_nbytes
+HEAL_S = 2.0
+LEASE_S = 1.0
+
+CLIENT = """
+import sys
+from kvferry.client import Client
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import LeaseExpiredError
+from kvferry.testing.blocks import block_bytes, small_spec
+ns = Client(sys.argv[1]).namespace(small_spec("daemon-faults"))
+keys = ns.keys([7] * 3 * ns.spec.block_tokens)
+"""
+FILLER = (
+    CLIENT
+    + """
+lease = ns.reserve(keys, parent=None, deadline=deadline_in(5))
+views = [lease.view(index) for index in range(3)]
+print("busy", flush=True)
+while True:
+    for view in views:
+        view[:] = b"\\xee" * len(view)
+"""
+)
+READER = (
+    CLIENT
+    + """
+lease = ns.load(keys, deadline=deadline_in(5))
+assert len(lease) == 3
+views = [lease.view(index) for index in range(3)]
+print("busy", flush=True)
+wrong = 0
+while True:
+    right = all(view == block_bytes(key, len(view)) for key, view in zip(keys, views))
+    try:
+        lease.check()
+    except LeaseExpiredError:
+        print("expired", wrong, flush=True)
+        break
+    wrong += not right
+"""
+)
+
+
+def serve(folder: Path, *more: str) -> Command:
+    return Command(
+        "serve", "--socket", f"{folder}/d.sock", "--capacity", "1MiB", "--set", "daemon.listen=none", *more
+    )
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Command]:
+    with serve(tmp_path, "--disk", "none", "--set", f"store.lease={LEASE_S}s") as command:
+        command.wait_ready()
+        yield command
+
+
+def loaded(ns: Namespace, keys: list[BlockKey]) -> int:
+    with ns.load(keys, deadline=deadline_in(5)) as lease:
+        for index, key in enumerate(lease.keys):
+            assert lease.view(index) == block_bytes(key, SPEC.block_nbytes)
+        return len(lease)
+
+
+def child(program: str, folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, f"unix://{folder}/d.sock"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "busy\n"
+    return process
+
+
+@pytest.mark.parametrize("url", ["unix", "tcp"])
+def test_a_killed_daemon_is_missed_and_found_again(tmp_path: Path, url: str) -> None:
+    """C061: nothing of before is valid, what is on disk hits again, all within two seconds of its return."""
+    disk = ("--disk", f"{tmp_path}/disk", "--disk-capacity", "64MiB")
+    port = ("--listen", "tcp://127.0.0.1:0") if url == "tcp" else ()
+    with serve(tmp_path, *disk, *port) as first:
+        addresses = first.wait_ready()["listen"].split()
+        with Client(addresses[-1]) as client:
+            ns = client.namespace(SPEC)
+            keys = ns.keys([1] * 3 * SPEC.block_tokens)
+            save_blocks(ns, keys)
+            assert client.flush(deadline=deadline_in(10))
+            read = ns.load(keys, deadline=deadline_in(5))
+            write = ns.reserve(ns.keys([2] * SPEC.block_tokens), parent=None, deadline=deadline_in(5))
+            first.kill()
+            started = time.monotonic()
+            assert ns.lookup(keys).prefix == 0
+            assert len(ns.load(keys, deadline=deadline_in(30))) == 0
+            with pytest.raises(UnavailableError):
+                save_blocks(ns, keys, seconds=30)
+            assert time.monotonic() - started < 5, "waited for a daemon that is away"
+            assert client.counters.refused_blocks == 3
+            listen = ("--listen", addresses[-1]) if url == "tcp" else ()
+            with serve(tmp_path, *disk, *listen) as second:
+                second.wait_ready()
+                back = time.monotonic()
+                wait_until(lambda: ns.lookup(keys).prefix == 3, HEAL_S)
+                assert time.monotonic() - back < HEAL_S
+                assert loaded(ns, keys) == 3
+                for call in (write.commit, read.renew):
+                    with pytest.raises(LeaseExpiredError):
+                        call()
+                write.abort()
+                assert ns.lookup(write.keys).prefix == 0
+                read.release()
+                wait_until(lambda: client.stats().leases == 0)
+                assert (client.counters.restarts, client.counters.reconnects) == (1, 1)
+
+
+def test_slots_of_a_stopped_client_are_not_used_again(tmp_path: Path, daemon: Command) -> None:
+    """Past its lease it may still write; only the end of its process gives the slots back."""
+    process = child(FILLER, tmp_path)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        with Client(f"unix://{tmp_path}/d.sock") as client:
+            ns = client.namespace(SPEC)
+            wait_until(lambda: client.stats().quarantined_nbytes == 3 * SPEC.block_nbytes)
+            keys = ns.keys([1] * (BLOCKS - 3) * SPEC.block_tokens)
+            assert save_blocks(ns, keys) == BLOCKS - 3
+            with pytest.raises(CapacityError):
+                save_blocks(ns, ns.keys([2] * (BLOCKS - 2) * SPEC.block_tokens), seconds=0.5)
+            process.send_signal(signal.SIGCONT)  # and it writes on
+            for _ in range(5):
+                assert loaded(ns, keys) == BLOCKS - 3
+            process.kill()
+            process.wait()
+            wait_until(lambda: client.stats().quarantined_nbytes == 0)
+            assert save_blocks(ns, ns.keys([3] * BLOCKS * SPEC.block_tokens)) == BLOCKS
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_stopped_reader_takes_no_wrong_byte(tmp_path: Path, daemon: Command) -> None:
+    """Stopped past its lease, its slots are used for other blocks; its check tells."""
+    with Client(f"unix://{tmp_path}/d.sock") as client:
+        ns = client.namespace(SPEC)
+        save_blocks(ns, ns.keys([7] * 3 * SPEC.block_tokens))
+        process = child(READER, tmp_path)
+        try:
+            process.send_signal(signal.SIGSTOP)
+            assert save_blocks(ns, ns.keys([8] * BLOCKS * SPEC.block_tokens), seconds=10) == BLOCKS
+            process.send_signal(signal.SIGCONT)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "expired 0\n"
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def test_a_hung_daemon_costs_no_more_than_the_deadline(tmp_path: Path, daemon: Command) -> None:
+    with Client(f"unix://{tmp_path}/d.sock", ClientOptions(call_timeout_s=0.3)) as client:
+        ns = client.namespace(SPEC)
+        keys = ns.keys([1] * SPEC.block_tokens)
+        save_blocks(ns, keys)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                started = time.monotonic()
+                assert len(ns.load(keys, deadline=deadline_in(0.3))) == 0
+                assert ns.lookup(keys).prefix == 0
+                assert time.monotonic() - started < 1.5
+            assert client.away
+            started = time.monotonic()
+            with pytest.raises(UnavailableError):
+                save_blocks(ns, keys, seconds=30)
+            assert time.monotonic() - started < 5, "waited, though the daemon is known to be away"
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: ns.lookup(keys).prefix == 1, HEAL_S)
+        assert loaded(ns, keys) == 1
+        wait_until(lambda: client.stats().leases == 0)
+        assert client.counters.restarts == 0
+
+
+def test_a_killed_client_leaves_nothing(tmp_path: Path, daemon: Command) -> None:
+    """C048: sessions, leases and slots go with the process."""
+    with Client(f"unix://{tmp_path}/d.sock") as client:
+        for program in (FILLER, READER):
+            ns = client.namespace(SPEC)
+            if program is READER:
+                save_blocks(ns, ns.keys([7] * 3 * SPEC.block_tokens))
+            process = child(program, tmp_path)
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        wait_until(lambda: client.stats().leases == 0)
+        wait_until(lambda: client.stats().quarantined_nbytes == client.stats().pinned_nbytes == 0)

@@ -1,0 +1,145 @@
+"""``kvferry serve`` as a process: its start, what it refuses, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import Client
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import KVFerryError, OverloadedError, UnavailableError
+from kvferry.testing.blocks import save_blocks, small_spec, wait_until
+from kvferry.testing.processes import Command
+
+SPEC = small_spec("serve")
+
+
+def serve(folder: Path, *more: str, environment: dict[str, str] | None = None) -> Command:
+    words = ["serve", "--socket", f"{folder}/d.sock", "--capacity", "8MiB"]
+    if "--listen" not in more:
+        words += ["--set", "daemon.listen=none"]
+    return Command(*words, *more, environment=environment)
+
+
+def disk(folder: Path) -> tuple[str, ...]:
+    return ("--disk", f"{folder}/disk", "--disk-capacity", "64MiB")
+
+
+def cpu_s(pid: int) -> float:
+    """Time of processors that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_it_starts_in_a_second_of_work_and_raises_its_limit_of_files(tmp_path: Path) -> None:
+    with serve(tmp_path, "--listen", "tcp://127.0.0.1:0", *disk(tmp_path)) as daemon:
+        ready = daemon.wait_ready()
+        assert cpu_s(daemon.process.pid) < 1.0
+        unix, tcp = ready["listen"].split()
+        assert unix == f"unix://{tmp_path}/d.sock"
+        assert not tcp.endswith(":0")
+        assert (ready["tiers"], ready["memory"]) == ("dram,disk", "8MiB")
+        assert int(ready["pid"]) == daemon.process.pid
+        limits = Path(f"/proc/{daemon.process.pid}/limits").read_text()
+        soft, hard = next(line for line in limits.splitlines() if "open files" in line).split()[3:5]
+        assert soft == hard or int(soft) >= 1 << 20
+
+
+def test_it_loads_nothing_that_it_does_not_use() -> None:
+    heavy = "torch transformers safetensors starlette uvicorn prometheus_client redis ucxx mooncake rich"
+    program = f"import sys, kvferry.daemon.main; print(sorted(set('{heavy}'.split()) & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--socket", "none"], ["daemon.socket", "daemon.listen"]),
+        (["--listen", "tcp://0.0.0.0:0"], ["0.0.0.0", "daemon.listen", "wire.trusted_network"]),
+        (["--listen", "inproc://x"], ["inproc://x", "daemon.listen"]),
+        (["--listen", "tcp://127.0.0.1:7", "--listen", "tcp://127.0.0.1:7"], ["same place", "daemon.listen"]),
+        (["--disk", "none", "--disk-capacity", "1GiB"], ["--disk-capacity", "--disk", "none"]),
+        (["--disk", "some/where"], ["daemon.disk", "some/where", "absolute"]),
+        (["--disk", "/x", "--set", "store.tiers=disk:/y?capacity=1GiB"], ["daemon.disk", "store.tiers"]),
+        (["--capacity", "60TiB"], ["store.dram_capacity", "available"]),
+        (["--set", "daemon.sockt=x"], ["daemon.sockt", "did you mean socket"]),
+        (["--socket", "relative.sock"], ["daemon.socket", "absolute"]),
+        (["--set", "daemon.arena=both"], ["daemon.arena", "shared, copy"]),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(
+    tmp_path: Path, words: Sequence[str], named: Sequence[str]
+) -> None:
+    with serve(tmp_path, *words) as daemon:
+        assert daemon.wait() == 2
+        for name in named:
+            assert name in daemon.err
+        assert "Traceback" not in daemon.err
+        assert not daemon.out
+
+
+def test_two_on_one_place_are_refused_by_name(tmp_path: Path) -> None:
+    with serve(tmp_path, *disk(tmp_path)) as first:
+        first.wait_ready()
+        with serve(tmp_path, "--disk", "none") as second:
+            assert second.wait() == 2
+            for name in (f"{tmp_path}/d.sock", "--socket", str(first.process.pid)):
+                assert name in second.err
+        with serve(tmp_path, "--socket", f"{tmp_path}/other.sock", *disk(tmp_path)) as third:
+            assert third.wait() == 2
+            for name in (f"{tmp_path}/disk", "--disk", str(first.process.pid)):
+                assert name in third.err
+        assert first.terminate() == 0
+
+
+def test_it_drains_and_writes_what_is_not_on_disk_yet(tmp_path: Path) -> None:
+    """A write lease may still be committed, nothing new is taken, and all of it is there after a restart."""
+    with serve(tmp_path, *disk(tmp_path)) as daemon:
+        url = daemon.wait_ready()["listen"]
+        with Client(url) as client:
+            ns = client.namespace(SPEC)
+            keys = ns.keys([1] * 9 * SPEC.block_tokens)
+            save_blocks(ns, keys[:8])
+            lease = ns.reserve(keys[8:], parent=keys[7], deadline=deadline_in(5))
+            daemon.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: not len(ns.load(keys, deadline=deadline_in(5))))
+            with pytest.raises((OverloadedError, UnavailableError)):
+                save_blocks(ns, ns.keys([2] * SPEC.block_tokens))
+            assert lease.commit() == 1
+            assert daemon.wait() == 0
+    with serve(tmp_path, *disk(tmp_path)) as daemon, Client(daemon.wait_ready()["listen"]) as client:
+        assert client.namespace(SPEC).lookup(keys).tiers == ("disk",) * 9
+        assert daemon.terminate() == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with serve(tmp_path, "--disk", "none", "--set", "daemon.drain=1h") as daemon:
+        url = daemon.wait_ready()["listen"]
+        with Client(url) as client:
+            ns = client.namespace(SPEC)
+            lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(5))
+            daemon.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: "second signal" in daemon.err)
+            assert daemon.process.poll() is None
+            daemon.process.send_signal(signal.SIGTERM)
+            assert daemon.wait(10) == 1
+            with pytest.raises(KVFerryError):
+                lease.commit()
+
+
+def test_systemd_is_told(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"{tmp_path}/notify")
+        manager.settimeout(30)
+        with serve(tmp_path, "--disk", "none", environment={"NOTIFY_SOCKET": f"{tmp_path}/notify"}) as daemon:
+            assert manager.recv(4096).startswith(b"READY=1\n")
+            assert daemon.terminate() == 0
+            assert manager.recv(4096).startswith(b"STOPPING=1\n")
