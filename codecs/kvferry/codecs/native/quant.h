@@ -26,6 +26,19 @@ KVC_INLINE uint16_t scale_of(uint16_t top, int kind, int fp16, float *inverse) {
     *inverse = top ? 1.f / bf16_value(scale) : 0.f;
     return scale;
 }
+// The same for `n` groups; all arrays have room for a multiple of LANES.
+KVC_INLINE void scales_of(const uint16_t *top, int n, int kind, int fp16, uint16_t *scale, float *inverse) {
+    for (int g = 0; g < n; g += LANES) {
+        const ux t = load_halves((const uint8_t *)(top + g)), nothing = t * 0, one = nothing + 1;
+        const ux small = fp16 ? nothing : (ux)((ix)t < 0x0880) & (ux)(t != 0);
+        const ux kept = (ux)((ix)t >= (fp16 ? 0x7c00 : 0x7e80)) | small, zero = kept | (ux)(t == 0);
+        const ux s = (fx_bits(fx_values(t, fp16) / (kind == INT8 ? 127.f : 448.f)) + 0xffff) >> 16;
+        const fx k = __builtin_convertvector((ix)one, fx) / fx_from(s << 16);
+        const ux bits = fx_where(zero, nothing, fx_bits(k));
+        store_halves((uint8_t *)(scale + g), fx_where(kept, nothing + KEPT, fx_where(zero, nothing, s)));
+        memcpy(inverse + g, &bits, sizeof bits);
+    }
+}
 // The same for the range of a group of int4.
 KVC_INLINE uint16_t step_of(int16_t low, int16_t high, int fp16, float *inverse) {
     const uint16_t limit = fp16 ? 0x7c00 : 0x7e80;
@@ -42,17 +55,36 @@ KVC_INLINE uint16_t step_of(int16_t low, int16_t high, int fp16, float *inverse)
 KVC_INLINE uint8_t code_of(float scaled, int kind) { return kind == INT8 ? (uint8_t)nearest(scaled) : fp8_of(scaled); }
 KVC_INLINE ux fx_codes(fx scaled, int kind) { return kind == INT8 ? fx_nearest(scaled) : fx_fp8(scaled); }
 KVC_INLINE float code_value(uint8_t q, int kind) { return kind == INT8 ? (float)(int8_t)q : fp8_value(q); }
-KVC_INLINE fx fx_code_values(const uint8_t *q, int kind) { return kind == INT8 ? fx_int8(q) : fx_fp8_value(q); }
+KVC_INLINE fx fx_code_values(const uint8_t *q, int kind) { return kind == INT8 ? fx_int8(q) : fx_fp8_value(load_bytes(q)); }
+// Codes of elements two by two, in the lower half of each lane.
+KVC_INLINE ux fx_pair_codes(fx even, fx odd, int kind) {
+    if (kind == INT8) return (fx_bits(even + 0x1.8p23f) & 255) | (fx_bits(odd + 0x1.8p23f) & 255) << 8;
+    return fx_fp8(even) | fx_fp8(odd) << 8;
+}
+KVC_INLINE void fx_pair_values(ux codes, int kind, fx *even, fx *odd) {
+    *even = kind == INT8 ? __builtin_convertvector((ix)(codes << 24) >> 24, fx) : fx_fp8_value(codes & 255);
+    *odd = kind == INT8 ? __builtin_convertvector((ix)(codes << 16) >> 24, fx) : fx_fp8_value(codes >> 8);
+}
 
 // ---- by token: groups lie one behind the other, and are worked on in batches, so that their divisions overlap ------
 
 KVC_INLINE void scaled_encode(const uint8_t *p, size_t n, int kind, int fp16, float k, uint8_t *q) {
     size_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        fx even, odd;
+        load_pairs(p + 2 * i, fp16, &even, &odd);
+        store_halves(q + i, fx_pair_codes(even * k, odd * k, kind));
+    }
     for (; i + LANES <= n; i += LANES) store_bytes(q + i, fx_codes(load_values(p + 2 * i, fp16) * k, kind));
     for (; i < n; i++) q[i] = code_of(value_of(kvc_u16(p + 2 * i), fp16) * k, kind);
 }
 KVC_INLINE void scaled_decode(uint8_t *d, size_t n, int kind, int fp16, float scale, const uint8_t *q) {
     size_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        fx even, odd;
+        fx_pair_values(load_halves(q + i), kind, &even, &odd);
+        store_pairs(d + 2 * i, even * scale, odd * scale, fp16);
+    }
     for (; i + LANES <= n; i += LANES) store_values(d + 2 * i, fx_code_values(q + i, kind) * scale, fp16);
     for (; i < n; i++) kvc_put16(d + 2 * i, of_value(code_value(q[i], kind) * scale, fp16));
 }
@@ -88,7 +120,7 @@ KVC_INLINE void int4_decode(uint8_t *d, size_t n, int fp16, float step, float lo
 typedef struct { const uint8_t *p[BATCH]; uint32_t n[BATCH]; int held; } quant_batch;
 
 KVC_INLINE int batch_encode(const quant_batch *b, int kind, int fp16, quant_out *o) {
-    uint16_t parameter[BATCH], first[BATCH] = {0};
+    uint16_t parameter[BATCH], first[BATCH], top[BATCH] = {0};
     float k[BATCH];
     for (int g = 0; g < b->held; g++) {
         if (kind == INT4) {
@@ -97,9 +129,10 @@ KVC_INLINE int batch_encode(const quant_batch *b, int kind, int fp16, quant_out 
             parameter[g] = step_of(low, high, fp16, &k[g]);
             first[g] = unsortable(low);
         } else {
-            parameter[g] = scale_of(top_of(b->p[g], b->n[g]), kind, fp16, &k[g]);
+            top[g] = top_of(b->p[g], b->n[g]);
         }
     }
+    if (kind != INT4) scales_of(top, b->held, kind, fp16, parameter, k);
     for (int g = 0; g < b->held; g++) {
         const uint8_t *p = b->p[g];
         const size_t n = b->n[g], codes = kind == INT4 ? (n + 1) / 2 : n;
