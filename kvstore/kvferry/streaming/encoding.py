@@ -30,6 +30,11 @@ _AHEAD: Final = 3
 _SETTLE: Final = 3
 """Pieces after a change of the pipeline that say nothing: they find the other one's work in their way."""
 _TICK_S: Final = 1.0
+_KEPT_TOKENS: Final = 4
+"""At the start of a prompt, which go as they are where a pipeline is lossy: they take much of every head's
+attention, whatever they say (attention sinks; after KVQuant), so an error of their keys is in every score."""
+_KEPT: Final = "as it is"
+"""In place of a pipeline; nothing is learnt from such a part."""
 
 _Mark: TypeAlias = tuple[str, int, float]
 """Of a part under way: its pipeline, bytes of KV, and when the model handed it over."""
@@ -69,6 +74,7 @@ class PartEncoder:
         self._codec = link.codec
         self._choice: Choice = link.choice
         self._layout = layout
+        self._kept_blocks = -(-_KEPT_TOKENS // layout.spec.block_tokens)
         self._delivery: Delivery = EncodedDelivery(channel)
         self._changed = changed
         self._work = threading.Condition(lock)  # wakes the encoding thread alone
@@ -130,7 +136,7 @@ class PartEncoder:
     def sending(self, part: LayerPart) -> None:
         """A part is about to be sent; with the lock held."""
         # not the part itself, which holds the model's memory or a buffer
-        self._under_way[part.codec != RAW].append((part.codec, part.nbytes, part.ready_at))
+        self._under_way[part.codec not in (RAW, _KEPT)].append((part.codec, part.nbytes, part.ready_at))
 
     def acknowledged(self, ack: LayerAck | EncodedAck) -> bool:
         """Learn from an acknowledgement, with the lock held; whether such a part was under way."""
@@ -140,6 +146,8 @@ class PartEncoder:
         (codec, nbytes, ready_at), now = under_way.popleft(), time.monotonic()
         if isinstance(ack, EncodedAck):
             self._choice.decoded(codec, nbytes, ack.decode_s)
+        if codec == _KEPT:
+            return True
         last_at, self._last_at = self._last_at, now
         if codec != self._last_codec or ready_at > last_at:
             self._in_a_row = 0
@@ -198,24 +206,37 @@ class PartEncoder:
         return self._waiting.popleft()
 
     def _encode(self, part: LayerPart) -> None:
-        """Cut a part into calls of some size; the tail block goes alone."""
+        """Cut a part into calls of some size; the tail block goes alone, and what is kept as it is."""
         layer = self._layout.spec.layers[part.layer]
         each = len(layer.tensors) + (self._layout.pad_nbytes(part.layer, 0) > 0)
         a_call = max(1, _CALL_NBYTES // max(layer.nbytes, 1))
+        kept = 0 if self._codec.pipelines[part.codec].lossless else self._kept_blocks
         at, views = 0, 0
         while at < len(part.blocks):
             tail = self._layout.is_tail(part.blocks[at])
-            stop = at + 1 if tail else min(at + a_call, len(part.blocks))
-            if not tail and self._layout.is_tail(part.blocks[stop - 1]):
-                stop -= 1
+            stop = self._stop(part.blocks, at, a_call, kept)
             count = (len(layer.tensors) if tail else each) * (stop - at)
             one = LayerPart(
                 self._delivery, part.layer, part.blocks[at:stop], part.parts[views : views + count],
                 part.codec, 0, part.ready_at,
             )  # fmt: skip
-            if not self._encode_call(one, self._layout.tail_layer(part.layer) if tail else layer):
+            if part.blocks[at] < kept:
+                one.delivery, one.codec = part.delivery, _KEPT
+                self._emit(one)
+            elif not self._encode_call(one, self._layout.tail_layer(part.layer) if tail else layer):
                 return
             at, views = stop, views + count
+
+    def _stop(self, blocks: tuple[int, ...], at: int, most: int, kept: int) -> int:
+        """Where a call that starts at ``at`` ends: blocks that go alone are not among others."""
+        if self._layout.is_tail(blocks[at]) or blocks[at] < kept:
+            return at + 1
+        stop = at + 1
+        while stop < min(at + most, len(blocks)):
+            if self._layout.is_tail(blocks[stop]) or blocks[stop] < kept:
+                break
+            stop += 1
+        return stop
 
     def _encode_call(self, part: LayerPart, layer: LayerSpec) -> bool:
         """Encode one frame as soon as there is room for it; ``False`` after :meth:`stop`."""

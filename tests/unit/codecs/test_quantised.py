@@ -153,3 +153,18 @@ def test_zeros_and_subnormals(name: str) -> None:
     assert (np.abs(y) < 1e-30).all()
     zeros = np.zeros(layer.nbytes, np.uint8)
     assert not as_float32(through(CODECS[name], layer, zeros)[0], DType.BFLOAT16).any()
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_keys_may_stay_as_they_are(dtype: DType) -> None:
+    layer = LayerSpec(tuple(TensorSpec(name, (TOKENS, 2, 64), dtype) for name in ("k", "v")))
+    codec, half = Int8Codec(k="keep"), layer.nbytes // 2
+    values = np.random.default_rng(3).normal(size=layer.nbytes // 2).astype(np.float32)
+    data = (bf16_of(values) if dtype is DType.BFLOAT16 else values.astype(np.float16)).tobytes()
+    out, again = page_aligned(codec.max_encoded_nbytes(layer)), page_aligned(layer.nbytes)
+    used = codec.encode_into(memoryview(data), layer, out)
+    assert used < 0.8 * layer.nbytes
+    codec.decode_into(out[:used], layer, again)
+    assert again[:half] == data[:half]
+    assert again[half:] != data[half:]
+    assert max(error.relative_l2 for error in slice_errors(memoryview(data), again, layer)) < 0.01
