@@ -74,7 +74,7 @@ class BareUcxx:
 
     def close(self) -> None:
         """End it; the other end may not be in a call."""
-        self._ucx.destroy(self._worker, [])
+        self._ucx.destroy(self._worker)
 
     def _wait(self, requests: list[Any], deadline: float) -> None:
         progress, rounds = self._worker.progress_once, 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, TypeAlias
@@ -18,6 +18,7 @@ from kvferry.testing.threads import Blocked
 from kvferry.testing.transports_common import open_descriptors
 from kvferry.transports.ucx import outgoing
 from kvferry.transports.ucx.connection import UcxConnection
+from kvferry.transports.ucx.lane import Lane
 
 Ends: TypeAlias = "tuple[UcxConnection, UcxConnection]"
 Meet: TypeAlias = "Callable[[str], AbstractContextManager[Ends]]"
@@ -85,17 +86,48 @@ def test_parts_arrive_in_views_cut_otherwise(
             assert (received[-64:] == 0xA5).all()
 
 
-def test_matching_views_are_filled_without_a_copy(pool: ThreadPoolExecutor, meet: Meet) -> None:
-    sizes = [32, 200, 5 * MIB, 70_000, 8]
+@pytest.mark.parametrize("apart", [True, False])
+def test_matching_views_are_filled_without_a_copy(
+    pool: ThreadPoolExecutor, meet: Meet, *, apart: bool
+) -> None:
+    """Views one by one where the parts lie apart, and all at once where these are joined."""
+    sizes = [32, 200, 5 * MIB, 70_000, 80_000, 8]
     data, received = random_bytes(sum(sizes)), np.zeros(sum(sizes), np.uint8)
+    parts = pieces(data, sizes)
+    if apart:
+        parts = [np.array(part).data for part in parts]
     with meet(SHM) as (one, other):
-        sending = pool.submit(one.send, pieces(data, sizes), soon())
-        for view in pieces(received, sizes):
-            other.recv_into([view], soon())
+        sending = pool.submit(one.send, parts, soon())
+        views = pieces(received, sizes)
+        for some in [[view] for view in views] if apart else [views]:
+            other.recv_into(some, soon())
         sending.result(30)
         incoming: Any = other
         assert len(incoming._in._bounce or b"") < 8192, "only what is small was buffered"
     assert np.array_equal(data, received)
+
+
+def test_parts_side_by_side_are_few_messages(
+    pool: ThreadPoolExecutor, meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    send = Lane.send
+
+    def counted(lane: Lane, endpoint: int, views: Sequence[memoryview], *args: Any) -> None:
+        sent.append(len(views))
+        send(lane, endpoint, views, *args)
+
+    data = random_bytes(40 * 65_536)
+    received = page_aligned(len(data) + 40 * 64)
+    places = [received[i * 65_600 : i * 65_600 + 65_536] for i in range(40)]  # apart
+    with meet(SHM) as (one, other):
+        move(pool, (one, other))
+        monkeypatch.setattr(Lane, "send", counted)
+        sending = pool.submit(one.send, pieces(data, [65_536] * 40), soon())
+        other.recv_into(places, soon())
+        sending.result(30)
+    assert sent == [16, 16, 8]
+    assert b"".join(places) == data.tobytes()
 
 
 @ALL
@@ -214,14 +246,8 @@ def test_workers_are_given_back(pool: ThreadPoolExecutor, meet: Meet, end: str) 
     assert open_descriptors() <= before
 
 
-class _Failed:
-    """A request that ended as one does whose peer's memory is gone."""
-
-    def __init__(self, error: type[Exception]) -> None:
-        self._error = error
-
-    def check_error(self) -> None:
-        raise self._error("Input/output error")
+IO_ERROR: Final = -3
+"""What an operation ends with whose peer's memory is gone."""
 
 
 def test_an_error_of_a_peer_that_is_gone_is_an_end(pool: ThreadPoolExecutor, meet: Meet) -> None:
@@ -229,13 +255,13 @@ def test_an_error_of_a_peer_that_is_gone_is_an_end(pool: ThreadPoolExecutor, mee
         move(pool, (one, other))
         incoming: Any = other
         lane = incoming._in.lane
-        failed: Any = _Failed(lane._ucx.error)
-        with pytest.raises(TransportError, match="Input/output error") as caught:
-            lane.check(failed, "receiving")
-        assert not isinstance(caught.value, ConnectionClosedError)
+        failure = lane.failure(IO_ERROR, "receiving")
+        assert not isinstance(failure, ConnectionClosedError)
+        assert "Input/output error" in str(failure)
         one.abort()
-        with pytest.raises(ConnectionClosedError, match="ended by the peer while receiving"):
-            lane.check(failed, "receiving")
+        failure = lane.failure(IO_ERROR, "receiving")
+        assert isinstance(failure, ConnectionClosedError)
+        assert "ended by the peer while receiving" in str(failure)
 
 
 # -- waiting ---------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class UcxConnection(Connection):
     ) -> None:
         self._control = control
         self._out = Outgoing(control, context, options, key=key, error_handling=error_handling, eager=eager)
-        self._in = Incoming(control, context, options, key=key, error_handling=error_handling)
+        self._in = Incoming(control, context, options, key=key, error_handling=error_handling, eager=eager)
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
 
@@ -163,6 +163,8 @@ class UcxConnection(Connection):
 
 
 def _host_view(part: Buf) -> memoryview:
+    if type(part) is memoryview and part.ndim == 1 and part.format == "B":
+        return part
     if isinstance(part, (bytes, memoryview, bytearray, np.ndarray)):
         return as_bytes_view(part)
     if hasattr(part, "__cuda_array_interface__"):

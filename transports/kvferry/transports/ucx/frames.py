@@ -29,6 +29,7 @@ __all__ = [
     "LENGTH",
     "MAX_ADDRESS_NBYTES",
     "MAX_BESIDE_NBYTES",
+    "MAX_MESSAGE_NBYTES",
     "OPEN",
     "POSITION_MASK",
     "Header",
@@ -63,7 +64,8 @@ CHUNK_NBYTES: Final = 4 << 20
 """Longer parts are cut into messages of that size, which a receiver can buffer if it has to."""
 POSITION_MASK: Final = (1 << 63) - (1 << 23)
 """The bits of a tag that have the position."""
-_LEAST_NBYTES: Final = 64 << 10  # a shorter rest goes with the chunk before it
+MAX_MESSAGE_NBYTES: Final = CHUNK_NBYTES + (64 << 10)
+"""A part is not cut up to that size: a short rest goes with the chunk before it."""
 _LENGTH_BITS: Final = 23
 _HEADER: Final = struct.Struct("<BBHIQ")
 
@@ -114,7 +116,7 @@ def message_tag(position: int, nbytes: int) -> int:
 def cut(view: memoryview) -> list[memoryview]:
     """``view`` as messages; none of them small."""
     pieces = []
-    while len(view) > CHUNK_NBYTES + _LEAST_NBYTES:
+    while len(view) > MAX_MESSAGE_NBYTES:
         pieces.append(view[:CHUNK_NBYTES])
         view = view[CHUNK_NBYTES:]
     pieces.append(view)

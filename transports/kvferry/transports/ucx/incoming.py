@@ -12,8 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.core.buffers import ByteArray, copy_into, page_aligned
+from kvferry.core.buffers import copy_into, page_aligned
 from kvferry.core.errors import ConnectionClosedError, ProtocolError, TransferTimeoutError
+from kvferry.transports.ucx.calls import address_of
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
 from kvferry.transports.ucx.frames import (
@@ -30,8 +31,7 @@ from kvferry.transports.ucx.frames import (
     parse_header,
     seal_address,
 )
-from kvferry.transports.ucx.lane import WINDOW, Lane
-from kvferry.transports.ucx.library import Request
+from kvferry.transports.ucx.lane import LOOK_EVERY, WINDOW, Lane
 from kvferry.transports.ucx.settings import Options
 from kvferry.transports.ucx.target import Slot, Target
 
@@ -39,7 +39,8 @@ __all__ = ["Incoming"]
 
 _MAX_BOUNCE_NBYTES: Final = 64 << 20
 _ROUNDS: Final = 8  # looks for messages to one look at the socket
-_SMALL_NBYTES: Final = 8 << 10  # comes through the socket
+_RECEIVING: Final = "receiving"
+_NOTHING: Final = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class Incoming:
         options: Of the address.
         key: Of the digests of addresses.
         error_handling: As for :class:`Outgoing`.
+        eager: As for :class:`Outgoing`. A message then has as many parts as lay side by side, and goes into
+            as many places.
     """
 
     def __init__(
@@ -69,20 +72,22 @@ class Incoming:
         *,
         key: bytes,
         error_handling: bool,
+        eager: bool,
     ) -> None:
         self._control = control
         self._context = context
         self._options = options
         self._key = key
         self._error_handling = error_handling
+        self._eager = eager
         self._lane: Lane | None = None
         self._header = memoryview(bytearray(HEADER_NBYTES))
         self._position = 0  # of the next byte that has no place yet
         self._plain = 0  # bytes of a frame that are next, and still in the socket
-        self._held = memoryview(b"")  # bytes that are next
+        self._held = _NOTHING  # bytes that are next
         self._early: deque[_Early] = deque()
         self._bounce: memoryview | None = None
-        self._bouncing: Request | None = None
+        self._in_flight = False  # a message for which nothing was posted ahead
         self._unproven = False  # messages came whose sender may have given up
         self._ended: ConnectionClosedError | None = None  # what the socket said at its end
         self._reading = False  # inside a frame: an error leaves the stream at an unknown place
@@ -96,11 +101,11 @@ class Incoming:
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """Fill ``views``."""
         target = Target(views)
-        self._fill(target, target.wanted, deadline)
+        self._fill(target, target.wanted, deadline, guess=not self._eager)
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """Fill ``minimum`` bytes of ``view``, and more with what is left of a small message."""
-        target = Target([view[:minimum], view[minimum:]])
+        target = Target([view])
         self._fill(target, minimum, deadline, guess=False)
         return target.got
 
@@ -124,12 +129,13 @@ class Incoming:
 
     # -- one call --------------------------------------------------------------------------------------
 
-    def _fill(self, target: Target, minimum: int, deadline: float, *, guess: bool = True) -> None:
+    def _fill(self, target: Target, minimum: int, deadline: float, *, guess: bool) -> None:
         if self._broken:
             raise ConnectionClosedError(f"{self._control.name} receives no more: {self._broken}")
         try:
-            while target.got < minimum:
-                self._step(target, deadline, guess=guess)
+            spare = target.wanted - minimum
+            while target.left > spare:
+                self._step(target, spare, deadline, guess=guess)
             if self._unproven:
                 self._prove(deadline)
         except BaseException as error:
@@ -148,26 +154,22 @@ class Incoming:
 
         What was posted cannot be told from what has begun to come, so it ends with the lane.
         """
-        requests = [slot.request for slot in target.slots if slot.request is not None]
-        if self._bouncing is not None:
-            requests.append(self._bouncing)
-        for slot in target.slots:
-            slot.request = None
-        if requests or self._unproven or self._reading:
+        posted = self._in_flight or any(slot.request is not None for slot in target.slots)
+        if posted or self._unproven or self._reading:
             self._broken = str(error) or type(error).__name__
             if self._lane is not None:
-                self._lane.destroy([request for request in requests if not request.completed])
+                self._lane.destroy()
                 self._lane = None
 
-    def _step(self, target: Target, deadline: float, *, guess: bool) -> None:
+    def _step(self, target: Target, spare: int, deadline: float, *, guess: bool) -> None:
         if self._held:
-            for view in target.take(len(self._held)):
+            for view in self._take(target, len(self._held)):
                 copy_into(view, self._held[: len(view)])
                 self._held = self._held[len(view) :]
         elif self._plain:
             n = min(self._plain, target.left)
             self._reading = True
-            self._control.recv_into(target.take(n), deadline)
+            self._control.recv_into(self._take(target, n), deadline)
             self._reading = False
             self._plain -= n
         elif self._early and self._early[0].position == self._position:
@@ -176,7 +178,20 @@ class Incoming:
         elif self._lane is None:
             self._await_frame(deadline)
         else:
-            self._receive_messages(self._lane, target, deadline, guess=guess)
+            self._receive_messages(self._lane, target, spare, deadline, guess=guess)
+
+    def _take(self, target: Target, nbytes: int) -> list[memoryview]:
+        """Views for bytes that come without a message."""
+        views = target.take(nbytes)
+        self._take_back(target)
+        return views
+
+    def _take_back(self, target: Target) -> None:
+        """End the receives for which no message comes."""
+        if target.given_up:
+            if self._lane is not None:
+                self._lane.give_up(target.given_up)
+            target.given_up = []
 
     @property
     def _bytes_are_next(self) -> bool:
@@ -186,46 +201,49 @@ class Incoming:
 
     # -- messages --------------------------------------------------------------------------------------
 
-    def _receive_messages(self, lane: Lane, target: Target, deadline: float, *, guess: bool) -> None:
-        """Receive what messages bring, until something else is next."""
-        slots = target.slots
-        if guess:
-            self._guess(lane, slots)
-        while slots and not self._bytes_are_next:
+    def _receive_messages(
+        self, lane: Lane, target: Target, spare: int, deadline: float, *, guess: bool
+    ) -> None:
+        """Receive what messages bring, until enough has come or something else is next."""
+        slots, progress, finished = target.slots, lane.progress, lane.finished
+        ahead, position = 0, self._position  # slots that are posted, and where they end
+        rounds = 0
+        while target.left > spare:
+            if (self._early or self._held or self._plain) and self._bytes_are_next:
+                return
+            if guess and ahead < WINDOW and ahead < len(slots):
+                position = lane.receive_ahead(itertools.islice(slots, ahead, WINDOW), position, _RECEIVING)
+                ahead = min(len(slots), WINDOW)
             slot = slots[0]
-            if slot.request is None or not slot.request.completed:
-                if not lane.progress() and (nbytes := self._await_message(lane, slot, deadline)) >= 0:
+            request = slot.request
+            if request is None or (request and not finished(request, _RECEIVING)):
+                rounds += 1
+                if progress() and rounds % LOOK_EVERY:
+                    continue
+                if (nbytes := self._await_message(lane, slot, deadline)) >= 0:
                     self._take_message(lane, nbytes, target, deadline)
+                    ahead, position = 0, self._position  # it was cut otherwise
                 continue
-            lane.check(slot.request, "receiving")
             slot.request = None
             self._unproven = True
             self._position += len(slot.view)
             target.fill_first()
-            if guess and len(slots) >= WINDOW:
-                self._guess(lane, slots)
-
-    def _guess(self, lane: Lane, slots: deque[Slot]) -> None:
-        """Post receives for the messages that come if the views are cut as the parts of the sender are."""
-        position = self._position
-        for slot in itertools.islice(slots, WINDOW):
-            nbytes = len(slot.view)
-            if slot.request is None and nbytes > _SMALL_NBYTES:
-                slot.request = lane.receive(slot.view, message_tag(position, nbytes))
-            position += nbytes
+            ahead -= 1
+            if ahead < 0:
+                ahead, position = 0, self._position
 
     def _await_message(self, lane: Lane, slot: Slot, deadline: float) -> int:
-        """Wait until ``slot`` is filled, a frame was read, or a message has come that fits no guess.
+        """Wait until ``slot`` may be filled, a frame was read, or a message has come that fits no guess.
 
         Returns:
             The bytes of such a message, else -1.
         """
-        idle_since, probe, progress, request = 0.0, lane.probe, lane.progress, slot.request
+        idle_since, probe, progress = 0.0, lane.probe, lane.progress
         while True:
             for _ in range(_ROUNDS):
                 if (nbytes := probe(self._position)) >= 0:
                     return nbytes
-                if request is not None and request.completed:
+                if lane.in_progress(slot.request) is False:
                     return -1
                 if progress():
                     idle_since = 0.0
@@ -234,14 +252,13 @@ class Incoming:
             if lane.socket_ready():
                 self._read_frame(deadline)
                 return -1
-            idle_since = lane.idle(idle_since, deadline, "receiving", reading=True)
+            idle_since = lane.idle(idle_since, deadline, _RECEIVING, reading=True)
 
     def _last_message(self, lane: Lane, slot: Slot, end: ConnectionClosedError) -> int:
         """After the end of the socket: what came before it may still be on its way through UCX."""
 
         def done() -> bool:
-            filled = slot.request is not None and slot.request.completed
-            return filled or lane.probe(self._position) >= 0
+            return lane.in_progress(slot.request) is False or lane.probe(self._position) >= 0
 
         while lane.progress():
             pass
@@ -250,21 +267,42 @@ class Incoming:
         raise end
 
     def _take_message(self, lane: Lane, nbytes: int, target: Target, deadline: float) -> None:
-        """Receive a message that nothing was posted for: the views are cut otherwise than the parts."""
-        slot = target.slots[0]
-        slot.request = None  # a wrong guess, which its end takes back
+        """Receive a message that nothing was posted for, in as many places as it needs."""
+        target.give_up_first()
+        self._take_back(target)
         self._unproven = True
-        if nbytes <= len(slot.view):
+        slot = target.slots[0]
+        if nbytes <= len(slot.view) and not self._eager:
             slot = target.split_first(nbytes)
-            slot.request = lane.receive(slot.view, message_tag(self._position, nbytes))
+            slot.request = lane.receive(slot.view, message_tag(self._position, nbytes), _RECEIVING)
             return
-        bounce = self._bounce_of(nbytes)  # the only case in which bytes are copied
-        self._bouncing = request = lane.receive(bounce, message_tag(self._position, nbytes))
-        lane.post(request, bounce)
-        lane.drive(0, deadline, "receiving")
-        self._bouncing = None
+        placed = min(nbytes, target.left if self._eager else 0)
+        views = target.next(placed) if placed else []
+        rest = self._bounce_of(nbytes - placed)  # the only case in which bytes are copied
+        if rest:
+            views.append(rest)
+        self._in_flight = True
+        lane.scatter(views, message_tag(self._position, nbytes), _RECEIVING)
+        self._complete(lane, deadline)
+        self._in_flight = False
         self._position += nbytes
-        self._held = bounce
+        target.fill(placed)
+        self._held = rest
+
+    def _complete(self, lane: Lane, deadline: float) -> None:
+        """Wait for what is posted on ``lane``, and hear what the sender says meanwhile."""
+        idle_since, rounds = 0.0, 0
+        while not lane.settled(_RECEIVING):
+            rounds += 1
+            if lane.progress() and rounds % LOOK_EVERY:
+                idle_since = 0.0
+            elif self._ended is not None:
+                if not lane.last_chance(lambda: lane.settled(_RECEIVING)):
+                    raise self._ended
+            elif lane.socket_ready():
+                self._read_frame(deadline)
+            else:
+                idle_since = lane.idle(idle_since, deadline, _RECEIVING, reading=True)
 
     def _bounce_of(self, nbytes: int) -> memoryview:
         if nbytes > _MAX_BOUNCE_NBYTES:
@@ -273,6 +311,8 @@ class Incoming:
                 f"larger than the {_MAX_BOUNCE_NBYTES} that are buffered",
                 remote=True,
             )
+        if not nbytes:
+            return _NOTHING
         if self._bounce is None or len(self._bounce) < nbytes:
             self._bounce = page_aligned(nbytes)
         return self._bounce[:nbytes]
@@ -352,7 +392,7 @@ class Incoming:
         self._lane = lane = Lane(self._context, self._control, self._options.spin_s)
         endpoint = lane.endpoint(address, error_handling=self._error_handling)
         own = seal_address(self._key, lane.address)
-        hello: ByteArray = np.frombuffer(LENGTH.pack(len(own)) + own, np.uint8)
-        lane.post(lane.send(endpoint, hello, HELLO_TAG), hello)
+        hello = memoryview(LENGTH.pack(len(own)) + own)
+        lane.send(endpoint, [hello], address_of(hello), len(hello), HELLO_TAG, "answering the peer")
         lane.drive(0, deadline, "answering the peer")
         lane.settle(deadline)

@@ -11,36 +11,32 @@ import os
 import select
 import time
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from kvferry.core.buffers import Buf
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError, TransportError
 from kvferry.transports.sockets import poll_timeout_ms
+from kvferry.transports.ucx.calls import IN_PROGRESS, address_of, is_gone
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
 from kvferry.transports.ucx.frames import HELLO_TAG, POSITION_MASK, message_tag
-from kvferry.transports.ucx.library import Endpoint, Library, Request, Worker
+from kvferry.transports.ucx.library import Library, Worker
+from kvferry.transports.ucx.target import Slot
 
-__all__ = ["WINDOW", "Lane"]
+__all__ = ["LOOK_EVERY", "WINDOW", "Lane"]
 
 WINDOW: Final = 32
 """Messages that are posted at once in one direction."""
+_SMALL_NBYTES: Final = 8 << 10  # comes through the socket, or in shared memory
+# From this size on one place is given to UCX as two. What goes to several places it moves in pieces through
+# shared memory, with both ends at work; what goes to one the kernel copies page by page, in one of them.
+_HALVED_NBYTES: Final = 16 << 10
+LOOK_EVERY: Final = 256
+"""Rounds of progress to one look at the clock and the socket."""
 _GRACE_S: Final = 0.05
 _FLUSH_S: Final = 0.25
-# names of the errors of ucxx that mean that the other end, or the way to it, is gone
-_GONE: Final = (
-    "ConnectionReset",
-    "EndpointTimeout",
-    "NotConnected",
-    "Unreachable",
-    "Canceled",
-    "Rejected",
-    "TimedOut",
-    "EndpointFailure",
-    "LinkFailure",
-)
 
 
 class Lane:
@@ -59,8 +55,8 @@ class Lane:
         self._ucx: Final = context.ucx
         self._control = control
         self._spin_s = spin_s
-        # with the memory: ucxx keeps the object alive, but would let a bytearray be resized
-        self._posted: deque[tuple[Request, Buf]] = deque()
+        # handles, with the memory, which has to stay
+        self._posted: deque[tuple[int, object]] = deque()
         try:
             self._worker: Worker = self._ucx.new_worker(context.handle)
         except (self._ucx.error, OSError, RuntimeError) as error:
@@ -70,6 +66,11 @@ class Lane:
             ) from error
         self._end = weakref.finalize(self, _destroy, self._ucx, self._worker, self._posted, os.getpid())
         self._end.atexit = False
+        self._handle = self._worker.handle
+        self._calls = self._ucx.calls
+        self._status, self._free = self._calls.status, self._calls.free
+        self.progress: Final[Callable[[], bool]] = self._worker.progress_once
+        """Do what there is to do; whether there was something."""
         self._epoll = self._worker.epoll_file_descriptor
         with control.descriptor() as self._control_fd:
             self._poll = self._new_poll(select.POLLRDHUP)
@@ -85,14 +86,14 @@ class Lane:
         """Where the peer's worker reaches this one."""
         return bytes(self._worker.address)
 
-    def endpoint(self, address: bytes, *, error_handling: bool) -> Endpoint:
-        """The way to the peer's worker.
+    def endpoint(self, address: bytes, *, error_handling: bool) -> int:
+        """The way to the peer's worker; it ends with the lane.
 
         Raises:
             TransportError: If UCX finds none.
         """
         try:
-            return self._ucx.new_endpoint(self._worker, address, error_handling=error_handling)
+            return self._ucx.new_endpoint(self._worker, address, error_handling=error_handling).handle
         except (self._ucx.error, ValueError) as error:
             raise TransportError(
                 f"{self._control.name}: UCX finds no way to the peer: {error}; compare UCX_TLS and "
@@ -101,41 +102,144 @@ class Lane:
 
     # -- sending ---------------------------------------------------------------------------------------
 
-    def post(self, request: Request, memory: Buf) -> None:
-        """Have :meth:`drive` complete ``request``, whose bytes are in ``memory``."""
-        self._posted.append((request, memory))
+    @property
+    def pending(self) -> int:
+        """How many operations are posted, as far as :meth:`drive` knows."""
+        return len(self._posted)
 
-    def send(self, endpoint: Endpoint, view: Buf, tag: int) -> Request:
-        """Start to send the memory of ``view``, which has to stay as it is until the request is completed."""
-        return endpoint.tag_send(self._ucx.array(view), self._ucx.tag(tag))
+    def post(self, request: int, memory: object) -> None:
+        """Have :meth:`drive` complete the operation ``request``, whose bytes are in ``memory``."""
+        if request:
+            self._posted.append((request, memory))
+
+    def send(
+        self, endpoint: int, views: Sequence[memoryview], address: int, nbytes: int, tag: int, doing: str
+    ) -> None:
+        """Send one message: ``views``, which follow each other in memory and stay until it is completed.
+
+        Args:
+            endpoint: Where to.
+            views: One or more.
+            address: Of the first.
+            nbytes: Of all.
+            tag: Of the message.
+            doing: For messages of errors.
+
+        Raises:
+            ConnectionClosedError: If UCX knows that the peer is gone.
+            TransportError: If it cannot send otherwise.
+        """
+        request = self._calls.send(endpoint, address, nbytes, tag)
+        if request:
+            if request < 0:
+                raise self.failure(request, doing)
+            self._posted.append((request, views))
 
     def drive(self, left: int, deadline: float, doing: str) -> None:
-        """Move bytes until at most ``left`` of the posted requests are not completed.
+        """Move bytes until at most ``left`` of the posted operations are not completed.
 
         Raises:
             TransferTimeoutError: At the deadline.
             ConnectionClosedError: If either side ends, or an operation fails for that.
             TransportError: If an operation fails otherwise.
         """
-        posted, progress = self._posted, self._worker.progress_once
-        idle_since = 0.0
-        while True:
-            while posted and posted[0][0].completed:
-                self.check(posted.popleft()[0], doing)
-            if len(posted) <= left:
-                return
-            if progress():
+        progress, settled, idle_since, rounds = self.progress, self.settled, 0.0, 0
+        while not settled(doing, left):
+            rounds += 1
+            if progress() and rounds % LOOK_EVERY:
                 idle_since = 0.0
-            else:
-                idle_since = self.idle(idle_since, deadline, doing)
-                if idle_since < 0 and not self.last_chance(lambda: self._unfinished() <= left):
-                    raise self._ended(doing)
+                continue
+            idle_since = self.idle(idle_since, deadline, doing)
+            # towards a peer that is gone, UCX may make what it calls progress for ever
+            ended = idle_since < 0 or (rounds % LOOK_EVERY == 0 and self._control.ended())
+            if ended and not self.last_chance(lambda: self._unfinished() <= left):
+                raise self._ended(doing)
+
+    def settled(self, doing: str, left: int = 0) -> bool:
+        """Whether at most ``left`` of the posted operations are not completed. Raises as :meth:`drive`."""
+        posted, finished = self._posted, self.finished
+        while posted and finished(posted[0][0], doing):
+            posted.popleft()
+        return len(posted) <= left
 
     # -- receiving -------------------------------------------------------------------------------------
 
-    def receive(self, view: Buf, tag: int) -> Request:
-        """Start to receive the message with ``tag`` into ``view``, which has its size."""
-        return self._worker.tag_recv(self._ucx.array(view), self._ucx.tag(tag))
+    def receive(self, view: memoryview, tag: int, doing: str) -> int:
+        """Start to receive the message with ``tag`` into ``view``, which has its size.
+
+        Returns:
+            A handle for :meth:`finished` or :meth:`post`, or 0 if it has come. Raises as :meth:`send`.
+        """
+        request = self._calls.receive(self._handle, address_of(view), len(view), tag)
+        if request < 0:
+            raise self.failure(request, doing)
+        return request
+
+    def scatter(self, views: Sequence[memoryview], tag: int, doing: str) -> None:
+        """Receive one message into ``views``, which have its size together; :meth:`drive` completes it.
+
+        Raises as :meth:`send`.
+        """
+        if len(views) == 1:
+            nbytes = len(views[0])
+            if nbytes < _HALVED_NBYTES:
+                self.post(self.receive(views[0], tag, doing), views)
+                return
+            half = nbytes // 2
+            views = [views[0][:half], views[0][half:]]
+        places = array("Q")
+        for view in views:
+            places.append(address_of(view))
+            places.append(len(view))
+        request = self._calls.scatter(self._handle, places.buffer_info()[0], len(views), tag)
+        if request < 0:
+            raise self.failure(request, doing)
+        self.post(request, (places, views))
+
+    def receive_ahead(self, slots: Iterable[Slot], position: int, doing: str) -> int:
+        """Start to receive the messages that come if the parts of the sender are cut as ``slots`` are.
+
+        Args:
+            slots: In order; what is small, or is being received already, is left out.
+            position: Of the first byte.
+            doing: For messages of errors.
+
+        Returns:
+            The position of the byte behind them. Raises as :meth:`send`.
+        """
+        receive, worker = self._calls.receive, self._handle
+        for slot in slots:
+            view = slot.view
+            nbytes = len(view)
+            if slot.request is None and nbytes > _SMALL_NBYTES:
+                request = receive(worker, address_of(view), nbytes, message_tag(position, nbytes))
+                if request < 0:
+                    raise self.failure(request, doing)
+                slot.request = request
+            position += nbytes
+        return position
+
+    def finished(self, request: int, doing: str) -> bool:
+        """Whether an operation is over; the handle is of no use then. Raises as :meth:`drive`."""
+        status = self._status(request)
+        if status == IN_PROGRESS:
+            return False
+        self._free(request)
+        if status:
+            raise self.failure(status, doing)
+        return True
+
+    def in_progress(self, request: int | None) -> bool | None:
+        """Whether an operation is not over; ``None`` if there is none."""
+        if request is None:
+            return None
+        return request != 0 and self._calls.status(request) == IN_PROGRESS
+
+    def give_up(self, requests: Iterable[int]) -> None:
+        """Take back receives for which no message has come."""
+        for request in requests:
+            self._calls.cancel(self._handle, request)
+            self._calls.free(request)
 
     def probe(self, position: int) -> int:
         """Bytes of the message for ``position`` that has come and that nothing was posted for, or -1."""
@@ -146,21 +250,14 @@ class Lane:
 
     # -- progress --------------------------------------------------------------------------------------
 
-    def progress(self) -> bool:
-        """Do what there is to do; whether there was something."""
-        return self._worker.progress_once()
-
-    def check(self, request: Request, doing: str) -> None:
-        """Raise what a completed request ended with, if that was an error; raises as :meth:`drive`."""
-        try:
-            request.check_error()
-        except self._ucx.error as error:
-            name = type(error).__name__
-            if any(part in name for part in _GONE) or self._peer_is_gone():
-                raise ConnectionClosedError(
-                    f"{self._control.name} was ended by the peer while {doing} (UCX: {error})"
-                ) from error
-            raise TransportError(f"{self._control.name} failed while {doing}: UCX says {error}") from error
+    def failure(self, status: int, doing: str) -> TransportError:
+        """The error for what UCX says."""
+        text = self._calls.text(status).decode(errors="replace")
+        if is_gone(status) or self._peer_is_gone():
+            return ConnectionClosedError(
+                f"{self._control.name} was ended by the peer while {doing} (UCX: {text})"
+            )
+        return TransportError(f"{self._control.name} failed while {doing}: UCX says {text}")
 
     def idle(self, since: float, deadline: float, doing: str, *, reading: bool = False) -> float:
         """Pass the time after progress that made none: a short spin, then sleep until there is an event.
@@ -204,13 +301,14 @@ class Lane:
 
         Nobody drives the worker after the call, so an answer that the peer waits for must not stay here.
         """
-        pending = self._ucx.flush(self._worker)
-        if not pending:
+        pending = self._calls.flush(self._handle)
+        if pending <= 0:
             return
-        until, since = min(deadline, time.monotonic() + _FLUSH_S), 0.0
+        until, since, rounds = min(deadline, time.monotonic() + _FLUSH_S), 0.0, 0
         with contextlib.suppress(TransferTimeoutError):
             while not self._ucx.flushed(pending) and since >= 0:
-                if not self._worker.progress_once():
+                rounds += 1
+                if not self.progress() or rounds % LOOK_EVERY == 0:
                     since = self.idle(since, until, "flushing")
 
     def last_chance(self, done: Callable[[], bool]) -> bool:
@@ -219,19 +317,14 @@ class Lane:
         poll = select.poll()
         poll.register(self._epoll, select.POLLIN)
         while not self._control.closed and time.monotonic() < until:
-            if not self._worker.progress_once() and self._worker.arm():
+            if not self.progress() and self._worker.arm():
                 poll.poll(poll_timeout_ms(until))
             if done():
                 return True
         return False
 
-    def destroy(self, pending: Iterable[Request] = ()) -> None:
-        """End it at once; when this returns, nothing reads or writes the memory of its messages any more.
-
-        Args:
-            pending: Receives that are not completed.
-        """
-        self._posted.extend((request, b"") for request in pending)
+    def destroy(self) -> None:
+        """End it at once; when this returns, nothing reads or writes the memory of its messages any more."""
         self._end()
 
     def _peer_is_gone(self) -> bool:
@@ -241,7 +334,7 @@ class Lane:
         return True  # closed here
 
     def _unfinished(self) -> int:
-        return sum(not request.completed for request, _ in self._posted)
+        return sum(self._calls.status(request) == IN_PROGRESS for request, _ in self._posted)
 
     def _new_poll(self, socket_events: int) -> select.poll:
         poll = select.poll()
@@ -254,7 +347,7 @@ class Lane:
         return ConnectionClosedError(f"{self._control.name} {who} while {doing}")
 
 
-def _destroy(ucx: Library, worker: Worker, posted: deque[tuple[Request, Buf]], pid: int) -> None:
+def _destroy(ucx: Library, worker: Worker, posted: deque[tuple[int, object]], pid: int) -> None:
     if os.getpid() == pid:  # a forked child leaves the parent's alone
-        ucx.destroy(worker, [request for request, _ in posted if not request.completed])
+        ucx.destroy(worker)
         posted.clear()

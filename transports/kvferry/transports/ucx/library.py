@@ -21,13 +21,12 @@ from typing import Any, Final, Protocol, TypeAlias, cast
 
 from kvferry.core.errors import PluginUnavailableError
 from kvferry.core.install_hint import install_hint
+from kvferry.transports.ucx.calls import IN_PROGRESS, Calls, load_calls
 
-__all__ = ["Endpoint", "Library", "Request", "UcxError", "Worker", "library", "library_path"]
+__all__ = ["Endpoint", "Library", "UcxError", "Worker", "library", "library_path"]
 
 _log = logging.getLogger(__name__)
 _NOLOAD: Final = os.RTLD_NOLOAD | os.RTLD_NOW
-_NO_OPTIONS: Final = ctypes.create_string_buffer(256)  # a ucp_request_param_t, which is shorter
-_IN_PROGRESS: Final = 1  # UCS_INPROGRESS
 _STOP: Final = 0  # UCS_LOG_FUNC_RC_STOP: no other handler prints it
 _LEVELS: Final = (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO)
 _OF_ENDED_WORKERS: Final = ("was not returned to mpool", "was not matched")  # with transfers in flight
@@ -37,19 +36,6 @@ _VA_LIST_IS_POINTER: Final = frozenset({"x86_64", "aarch64"})
 
 UcxError: TypeAlias = Exception
 """What ``ucxx`` raises; the class itself is :attr:`Library.error`."""
-
-
-class Request(Protocol):
-    """One operation that was posted."""
-
-    @property
-    def completed(self) -> bool:
-        """Whether it is over, well or not."""
-        ...
-
-    def check_error(self) -> None:
-        """Raise what it ended with, if it was an error."""
-        ...
 
 
 class Worker(Protocol):
@@ -86,16 +72,13 @@ class Worker(Protocol):
         """Look for a message that has come and was not asked for yet."""
         ...
 
-    def tag_recv(self, array: object, tag: object) -> Request:
-        """Receive one message."""
-        ...
-
 
 class Endpoint(Protocol):
     """A ``ucp_ep_h``: the way to another worker."""
 
-    def tag_send(self, array: object, tag: object) -> Request:
-        """Send one message."""
+    @property
+    def handle(self) -> int:
+        """The C handle."""
         ...
 
 
@@ -128,10 +111,12 @@ def _load_ucxx() -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Library:
-    """What is used of ``ucxx``, and the few calls of ``libucp`` that it lacks.
+    """What is used of ``ucxx``: all that is not done for each message.
 
     Attributes:
         api: The module ``ucxx._lib.libucxx``.
+        array: What its calls take in place of memory.
+        calls: What is done for each message, without ``ucxx``.
         error: The base class of what it raises.
         version: Of UCX itself.
         path: The file of ``libucp``.
@@ -139,7 +124,7 @@ class Library:
 
     api: Any
     array: Any
-    ucp: ctypes.CDLL
+    calls: Calls
     error: type[Exception]
     version: str
     path: str
@@ -173,32 +158,24 @@ class Library:
         """The options that a new context would have."""
         return dict(self.api.get_current_options())
 
-    def flush(self, worker: Worker) -> int:
-        """Start to flush what ``worker`` has not handed over; 0 if there is nothing, else for ``flushed``."""
-        found = self.ucp.ucp_worker_flush_nbx(worker.handle, _NO_OPTIONS) or 0
-        return 0 if found >= 2**64 - 256 else int(found)  # the last 256 values are error codes
-
     def flushed(self, pending: int) -> bool:
-        """Whether a flush is over; its value is of no use then."""
-        if self.ucp.ucp_request_check_status(pending) == _IN_PROGRESS:
+        """Whether a flush, as ``Calls.flush`` starts it, is over; its value is of no use then."""
+        if self.calls.status(pending) == IN_PROGRESS:
             return False
-        self.ucp.ucp_request_free(pending)
+        self.calls.free(pending)
         return True
 
-    def destroy(self, worker: Worker, pending: list[Request]) -> None:
+    def destroy(self, worker: Worker) -> None:
         """End ``worker`` with its endpoints at once, whatever is in flight; the peer has no say in it.
 
         When it returns, nothing reads or writes the buffers of its operations any more. The destructors of
         ``ucxx`` are not used: they wait, without a limit, for a peer that may be gone.
 
         Args:
-            worker: Not used by anybody any more.
-            pending: Its operations that are not completed; of no use afterwards.
+            worker: Not used by anybody any more, nor are its operations.
         """
-        for request in pending:
-            _immortal(request)  # its destructor would use the worker
         descriptor = worker.epoll_file_descriptor
-        self.ucp.ucp_worker_destroy(worker.handle)
+        self.calls.destroy(worker.handle)
         os.close(descriptor)
 
 
@@ -212,19 +189,14 @@ def _immortal(thing: Any) -> Any:  # noqa: ANN401
 def _load() -> Library:
     api, array = _load_ucxx()
     try:
-        ucp = ctypes.CDLL("libucp.so.0", mode=_NOLOAD)
+        calls = load_calls()
     except OSError as error:
         raise PluginUnavailableError(
             f"the ucx transport cannot find the libucp that ucxx loaded ({error}): {install_hint('ucx')}"
         ) from error
-    pointer = ctypes.c_void_p
-    ucp.ucp_worker_flush_nbx.argtypes, ucp.ucp_worker_flush_nbx.restype = [pointer, pointer], pointer
-    ucp.ucp_request_check_status.argtypes, ucp.ucp_request_check_status.restype = [pointer], ctypes.c_int
-    for call in (ucp.ucp_request_free, ucp.ucp_worker_destroy):
-        call.argtypes, call.restype = [pointer], None
     _take_log()
     version = ".".join(str(number) for number in api.get_ucx_version())
-    return Library(api, array, ucp, api.UCXError, version, library_path("libucp.so"))
+    return Library(api, array, calls, api.UCXError, version, library_path("libucp.so"))
 
 
 _lock: Final = threading.Lock()

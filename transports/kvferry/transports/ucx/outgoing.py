@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
-from kvferry.core.buffers import Buf, ByteArray, copy_into, page_aligned, total_nbytes
+from kvferry.core.buffers import Buf, copy_into, page_aligned, total_nbytes
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, TransportError
+from kvferry.transports.ucx.calls import address_of
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
 from kvferry.transports.ucx.frames import (
@@ -23,6 +22,7 @@ from kvferry.transports.ucx.frames import (
     HELLO_TAG,
     LENGTH,
     MAX_ADDRESS_NBYTES,
+    MAX_MESSAGE_NBYTES,
     OPEN,
     cut,
     message_tag,
@@ -31,7 +31,6 @@ from kvferry.transports.ucx.frames import (
     seal_address,
 )
 from kvferry.transports.ucx.lane import WINDOW, Lane
-from kvferry.transports.ucx.library import Endpoint, Request
 from kvferry.transports.ucx.settings import Options
 
 __all__ = ["Outgoing"]
@@ -41,30 +40,92 @@ _log = logging.getLogger(__name__)
 _RUN_NBYTES: Final = 64 << 10
 _EAGER_NBYTES: Final = 8 << 10  # shorter ones do not wait for their receiver
 _BOUNCE_NBYTES: Final = 1 << 20
+_JOINED_NBYTES: Final = 1 << 20  # bounds what a receiver has to buffer that takes the parts one by one
 _RETRACT_S: Final = 0.1
 _SETTLE_S: Final = 1.0
+_OPENING: Final = "waiting for the peer to receive the first large message"
 
 
-class _Plan:
-    """What is sent together: frames, and messages with their tags."""
+class _Burst:
+    """The parts of one call, in order: messages leave at once, frames before anything is waited for.
 
-    def __init__(self, position: int) -> None:
-        self.position = position  # behind all of it
-        self.frames: list[Buf] = []
-        self.frames_nbytes = 0
-        self.messages: list[tuple[int, memoryview]] = []
+    Args:
+        lane: For the messages.
+        endpoint: Where they go.
+        control: For the frames.
+        position: Of the first byte; that of the next one from then on.
+        deadline: Of the call.
+        doing: For messages of errors.
+        join: Whether parts that follow each other in memory are one message.
+    """
 
-    def __bool__(self) -> bool:
-        return bool(self.frames or self.messages)
+    def __init__(
+        self,
+        lane: Lane,
+        endpoint: int,
+        control: ControlSocket,
+        position: int,
+        deadline: float,
+        doing: str,
+        *,
+        join: bool,
+    ) -> None:
+        self.position = position
+        self._join_nbytes = _JOINED_NBYTES if join else 0
+        self._views: list[memoryview] = []  # the message that may go on, and where it lies
+        self._address = self._nbytes = 0
+        self._lane = lane
+        self._endpoint = endpoint
+        self._control = control
+        self._deadline = deadline
+        self._doing = doing
+        self._frames: list[Buf] = []
+        self._beside_nbytes = 0  # in frames, since all messages were received
 
     def add_message(self, view: memoryview) -> None:
-        self.messages.append((message_tag(self.position, len(view)), view))
-        self.position += len(view)
+        """Send ``view`` as a message, or as a part of one."""
+        address, nbytes = address_of(view), len(view)
+        joined = self._nbytes + nbytes
+        if address == self._address + self._nbytes and joined <= self._join_nbytes:
+            self._views.append(view)
+            self._nbytes = joined
+        else:
+            if self._views:
+                self._send_message()
+            self._views, self._address, self._nbytes = [view], address, nbytes
+        self.position += nbytes
+
+    def _send_message(self) -> None:
+        lane, nbytes = self._lane, self._nbytes
+        if lane.pending >= WINDOW:
+            self._send_frames()
+            lane.drive(WINDOW - 1, self._deadline, self._doing)
+        tag = message_tag(self.position - nbytes, nbytes)
+        lane.send(self._endpoint, self._views, self._address, nbytes, tag, self._doing)
+        self._views, self._address, self._nbytes = [], 0, 0
 
     def add_frame(self, views: Sequence[memoryview], nbytes: int) -> None:
-        self.frames += [pack_header(DATA, nbytes, self.position, flags=BESIDE), *views]
-        self.frames_nbytes += nbytes
+        """Send ``views`` as a frame: a receiver has little room for those that come before messages do."""
+        if self._views:
+            self._send_message()
+        if self._beside_nbytes + nbytes > _RUN_NBYTES:
+            self.finish()
+        self._frames += [pack_header(DATA, nbytes, self.position, flags=BESIDE), *views]
+        self._beside_nbytes += nbytes
         self.position += nbytes
+
+    def finish(self) -> None:
+        """Wait until all was received."""
+        if self._views:
+            self._send_message()
+        self._send_frames()
+        self._lane.drive(0, self._deadline, self._doing)
+        self._beside_nbytes = 0
+
+    def _send_frames(self) -> None:
+        if self._frames:
+            self._control.send(self._frames, self._deadline)
+            self._frames = []
 
 
 class Outgoing:
@@ -96,9 +157,8 @@ class Outgoing:
         self._error_handling = error_handling
         self._eager = eager
         self._lane: Lane | None = None
-        self._endpoint: Endpoint | None = None
-        self._hello: Request | None = None
-        self._answer: ByteArray = np.zeros(0, np.uint8)
+        self._endpoint: int | None = None
+        self._answer: memoryview | None = None  # to be, once the peer was told of the lane
         self._wanted = False  # a lane for small messages
         self._declined = False  # it could not be made
         self._position = 0
@@ -121,8 +181,7 @@ class Outgoing:
                     self._control.send([pack_header(DATA, nbytes, self._position), *views], deadline)
                 self._position += nbytes
                 return
-            for plan in self._plans(views):
-                self._send_plan(plan, deadline)
+            self._send_large(views, nbytes, deadline)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -163,9 +222,9 @@ class Outgoing:
                 _log.info("small messages go through the socket: %s", error)
                 self._declined = True
                 return False
-            lane, hello = self._begin_opening(deadline)
+            lane = self._begin_opening(deadline)
             lane.progress()
-            if not hello.completed:  # the peer has not come to it
+            if not lane.settled(_OPENING):  # the peer has not come to it
                 return False
             self._opened(deadline)
         return True
@@ -173,99 +232,91 @@ class Outgoing:
     def _send_small(self, views: list[memoryview], nbytes: int, deadline: float) -> None:
         """Send by UCX, which copies."""
         lane, endpoint = self._opened(deadline)
-        data = views[0] if len(views) == 1 else b"".join(views)
-        request = lane.send(endpoint, data, message_tag(self._position, nbytes))
-        if not request.completed:
-            lane.post(request, data)
-            lane.drive(0, deadline, f"sending {nbytes} bytes")
+        doing = "sending a small message"
+        data = views[0] if len(views) == 1 else memoryview(b"".join(views))
+        lane.send(endpoint, [data], address_of(data), nbytes, message_tag(self._position, nbytes), doing)
+        if lane.pending:
+            lane.drive(0, deadline, doing)
 
     # -- what is sent together -------------------------------------------------------------------------
 
-    def _plans(self, views: list[memoryview]) -> Iterator[_Plan]:
-        """What to send for ``views``; each has to be sent before the next is asked for."""
-        plan = _Plan(self._position)
-        for run in _runs(views, self._options.inline_nbytes):
-            nbytes = total_nbytes(run)
-            if len(run) == 1 and nbytes > self._options.inline_nbytes:
-                for message in cut(run[0]):
-                    plan.add_message(message)
-            elif nbytes < _EAGER_NBYTES and self._eager:
-                plan.add_message(run[0] if len(run) == 1 else memoryview(b"".join(run)))
-            elif nbytes <= _RUN_NBYTES:
-                if plan.frames_nbytes + nbytes > _RUN_NBYTES:
-                    yield plan
-                    plan = _Plan(self._position)
-                plan.add_frame(run, nbytes)
-            else:
-                if plan:
-                    yield plan
-                for message in self._packed(run):  # each is overwritten by the next
-                    plan = _Plan(self._position)
-                    plan.add_message(message)
-                    yield plan
-                plan = _Plan(self._position)
-        if plan:
-            yield plan
+    def _send_large(self, views: list[memoryview], nbytes: int, deadline: float) -> None:
+        """Send ``views``, of which the peer may read some until this returns."""
+        lane, endpoint = self._opened(deadline)
+        doing = f"sending {nbytes} bytes in {len(views)} parts"
+        burst = _Burst(lane, endpoint, self._control, self._position, deadline, doing, join=self._eager)
+        with self._lock:
+            self._exposed = True
+        inline_nbytes = self._options.inline_nbytes
+        small: list[memoryview] = []
+        for view in views:
+            if len(view) <= inline_nbytes:
+                small.append(view)
+                continue
+            if small:
+                self._add_run(burst, small)
+                small = []
+            for piece in cut(view) if len(view) > MAX_MESSAGE_NBYTES else (view,):
+                burst.add_message(piece)
+        if small:
+            self._add_run(burst, small)
+        burst.finish()
+        self._position = burst.position
+        with self._lock:
+            self._exposed = False
+            if self._retracted:
+                raise ConnectionClosedError(f"{self._control.name} was closed here while {doing}")
 
-    def _packed(self, run: list[memoryview]) -> Iterator[memoryview]:
+    def _add_run(self, burst: _Burst, run: list[memoryview]) -> None:
+        """Small parts that follow each other."""
+        nbytes = total_nbytes(run)
+        if nbytes < _EAGER_NBYTES and self._eager:
+            burst.add_message(run[0] if len(run) == 1 else memoryview(b"".join(run)))
+        elif nbytes <= _RUN_NBYTES:
+            burst.add_frame(run, nbytes)
+        else:
+            self._add_packed(burst, run)
+
+    def _add_packed(self, burst: _Burst, run: list[memoryview]) -> None:
         """Many small parts as few messages: they are copied, which is cheaper than a message each."""
         if self._bounce is None:
             self._bounce = page_aligned(_BOUNCE_NBYTES)
         used = 0
         for view in run:
             while view:
+                if used == _BOUNCE_NBYTES:
+                    burst.add_message(self._bounce)
+                    burst.finish()  # it is overwritten
+                    used = 0
                 n = min(len(view), _BOUNCE_NBYTES - used)
                 copy_into(self._bounce[used : used + n], view[:n])
                 used, view = used + n, view[n:]
-                if used == _BOUNCE_NBYTES:
-                    yield self._bounce
-                    used = 0
-        if used:
-            yield self._bounce[:used]
+        burst.add_message(self._bounce[:used])
+        burst.finish()
 
-    def _send_plan(self, plan: _Plan, deadline: float) -> None:
-        lane, endpoint = self._opened(deadline)
-        doing = (
-            f"sending {sum(len(view) for _, view in plan.messages)} bytes in {len(plan.messages)} messages"
-        )
-        with self._lock:
-            self._exposed = True
-        for tag, message in plan.messages[:WINDOW]:
-            lane.post(lane.send(endpoint, message, tag), message)
-        if plan.frames:
-            self._control.send(plan.frames, deadline)
-        for tag, message in plan.messages[WINDOW:]:
-            lane.drive(WINDOW - 1, deadline, doing)
-            lane.post(lane.send(endpoint, message, tag), message)
-        lane.drive(0, deadline, doing)
-        self._position = plan.position
-        with self._lock:
-            self._exposed = False
-            if self._retracted:
-                raise ConnectionClosedError(f"{self._control.name} was closed here while {doing}")
-
-    def _opened(self, deadline: float) -> tuple[Lane, Endpoint]:
-        """The lane, made by the first large message, once the peer is there to receive it."""
+    def _opened(self, deadline: float) -> tuple[Lane, int]:
+        """The lane, made by the first large message, and its endpoint, once the peer receives."""
         if self._lane is not None and self._endpoint is not None:
             return self._lane, self._endpoint
-        lane, _ = self._begin_opening(deadline)
-        lane.drive(0, deadline, "waiting for the peer to receive the first large message")
-        (nbytes,) = LENGTH.unpack_from(self._answer.data)
+        lane = self._begin_opening(deadline)
+        lane.drive(0, deadline, _OPENING)
+        assert self._answer is not None
+        (nbytes,) = LENGTH.unpack_from(self._answer)
         sealed = self._answer[LENGTH.size : LENGTH.size + nbytes].tobytes()
         there = open_address(self._key, sealed, self._control.name)
         self._endpoint = lane.endpoint(there, error_handling=self._error_handling)
         return lane, self._endpoint
 
-    def _begin_opening(self, deadline: float) -> tuple[Lane, Request]:
+    def _begin_opening(self, deadline: float) -> Lane:
         """Tell the peer where the lane is; it answers when it receives."""
         lane = self._lane = self._lane or self._new_lane()
-        if self._hello is None:
-            self._answer = np.zeros(LENGTH.size + DIGEST_NBYTES + MAX_ADDRESS_NBYTES, np.uint8)
-            self._hello = lane.receive(self._answer, HELLO_TAG)
-            lane.post(self._hello, self._answer)
+        if self._answer is None:
+            answer = page_aligned(LENGTH.size + DIGEST_NBYTES + MAX_ADDRESS_NBYTES)
+            lane.post(lane.receive(answer, HELLO_TAG, _OPENING), answer)
+            self._answer = answer
             sealed = seal_address(self._key, lane.address)
             self._control.send([pack_header(OPEN, len(sealed), self._position), sealed], deadline)
-        return lane, self._hello
+        return lane
 
     def _new_lane(self) -> Lane:
         return Lane(self._context, self._control, self._options.spin_s)
@@ -279,18 +330,3 @@ class Outgoing:
         if self._lane is not None:
             self._lane.destroy()
             self._lane = self._endpoint = None
-
-
-def _runs(views: list[memoryview], inline_nbytes: int) -> Iterator[list[memoryview]]:
-    """``views`` as lists: one large one by itself, small ones that follow each other together."""
-    small: list[memoryview] = []
-    for view in views:
-        if len(view) <= inline_nbytes:
-            small.append(view)
-            continue
-        if small:
-            yield small
-            small = []
-        yield [view]
-    if small:
-        yield small
