@@ -8,10 +8,11 @@ from pathlib import Path
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.disk.header import HeaderTemplate
+from kvferry.store.encoding import TierCodec
 from kvferry.store.tier import Tier, TierNamespace
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.tiers import TierSuite
-from kvferry.testing.tiers_common import SPEC, Damage, Fault
+from kvferry.testing.tiers_common import SPEC, Damage, Fault, write
 
 # a block of the suite with its header, and a folder for each: its keys fall into folders of their own
 FILE_NBYTES = 12 << 10
@@ -25,6 +26,8 @@ class DiskSuite(TierSuite):
     directories = 1
     direct = "off"
     sync = "none"
+    codec = "off"
+    flipped = 777
 
     def paths(self, medium: Path) -> list[Path]:
         return [medium / f"disk{number}" for number in range(self.directories)]
@@ -38,7 +41,7 @@ class DiskSuite(TierSuite):
             sync=self.sync,  # type: ignore[arg-type]
             retry_s=0.05,
         )
-        return DiskTier("disk", options, files=FaultyFiles())
+        return DiskTier("disk", options, files=FaultyFiles(), codec=TierCodec(self.codec))
 
     def file(self, tier: Tier, namespace: TierNamespace, key: BlockKey) -> Path:
         assert isinstance(tier, DiskTier)
@@ -55,7 +58,7 @@ class DiskSuite(TierSuite):
             shutil.copyfile(self.file(tier, namespace, other), path)
         elif how == "flip":
             data = bytearray(path.read_bytes())
-            data[HeaderTemplate(TierNamespace.of("default", SPEC)).header_nbytes + 777] ^= 4
+            data[HeaderTemplate(TierNamespace.of("default", SPEC)).header_nbytes + self.flipped] ^= 4
             path.write_bytes(data)
         else:
             with path.open("r+b") as file:
@@ -89,3 +92,17 @@ class TestDirect(DiskSuite):
 
     direct = "on"
     sync = "full"
+
+
+class TestEncoded(DiskSuite):
+    """Blocks become a sixth: the suite's bytes repeat themselves."""
+
+    codec = "zstd"
+    flipped = 177
+
+    def test_blocks_are_encoded_here(
+        self, tier: Tier, namespace: TierNamespace, keys: list[BlockKey]
+    ) -> None:
+        write(tier, namespace, keys)
+        assert {entry.codec for entry in tier.scan()} == {"zstd"}
+        assert self.file(tier, namespace, keys[0]).stat().st_size < FILE_NBYTES

@@ -25,7 +25,7 @@ Pair = Optional[tuple[str, str]]  # noqa: UP045
 EXIT_CORRUPT = 1
 _HEADER = (
     "tenant", "model", "group", "rank", "adapter", "namespace", "blocks", "size",
-    "a block", "oldest", "newest",
+    "a block", "codec", "ratio", "oldest", "newest",
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def inspect(
         typer.Option(
             "--export",
             metavar="KEY FILE",
-            help="Copy a block, a safetensors file, to FILE; its key, or the start of it.",
+            help="Copy a block, decoded, to the safetensors file FILE; its key, or the start of it.",
         ),
     ] = None,
     tenant: Annotated[Text, typer.Option(help="Whose block to export, if several have one.")] = None,
@@ -63,10 +63,13 @@ def inspect(
 
     if export is not None:
         header = inspection.export_block(directory, export[0], export[1], tenant=tenant)
+        how = header.encoding
         if as_json:
-            print_json({"exported": export[0], "file": export[1], "spec": header.spec.describe()})
+            decoded = {} if how is None else {"codec": how.codec, "lossy": how.lossy, "bound": how.bound}
+            print_json({"exported": export[0], "file": export[1], "spec": header.spec.describe(), **decoded})
         else:
-            say(f"{export[1]}: {header.spec.describe()}")
+            said = "" if how is None else f", decoded from {how.codec} ({_loss(how.lossy)})"
+            say(f"{export[1]}: {header.spec.describe()}{said}")
         return
     checked: Verification | None = None
     if repair or verify:
@@ -122,6 +125,9 @@ def _namespace_as_json(summary: NamespaceSummary) -> dict[str, object]:
         "adapter": None if header is None else header.adapter,
         "blocks": summary.blocks,
         "nbytes": summary.nbytes,
+        "ratio": round(summary.ratio, 3),
+        "codecs": dict(summary.codecs),
+        "lossy": summary.lossy,
         "oldest_s": round(summary.oldest_s, 3),
         "newest_s": round(summary.newest_s, 3),
         "spec": None if header is None else spec_to_json(header.spec),
@@ -162,6 +168,8 @@ def _checked_as_json(checked: Verification) -> dict[str, object]:
         "corrupt": listed(checked.corrupt),
         "unreadable": listed(checked.unreadable),
         "put_away": checked.put_away,
+        "codecs": dict(checked.codecs),
+        "lossy": checked.lossy,
     }
 
 
@@ -193,6 +201,9 @@ def _print_checked(checked: Verification) -> None:
 
     sound = checked.blocks - len(checked.corrupt) - len(checked.unreadable)
     say(f"verified: {sound} of {checked.blocks} blocks are sound, {format_nbytes(checked.nbytes)} read")
+    if checked.codecs:
+        codecs = ", ".join(f"{name}: {count}" for name, count in checked.codecs.most_common())
+        say(f"codecs: {codecs}; {checked.lossy} blocks are lossy")
     for word, findings in (("corrupt", checked.corrupt), ("unreadable", checked.unreadable)):
         for finding in findings[:20]:
             say(f"{word}: {finding.key.hex()} of tenant {finding.tenant}: {finding.reason}")
@@ -215,7 +226,18 @@ def _row(summary: NamespaceSummary) -> tuple[object, ...]:
         known = (spec.model + revision, spec.group, rank, header.adapter or "", block)
     size, ages = format_nbytes(summary.nbytes), (_age(summary.oldest_s), _age(summary.newest_s))
     name = summary.namespace_id.hex()[:12]
-    return (summary.tenant, *known[:4], name, summary.blocks, size, known[4], *ages)
+    ratio = f"{summary.ratio:.2f}" if summary.ratio else "?"
+    return (summary.tenant, *known[:4], name, summary.blocks, size, known[4], _codecs(summary), ratio, *ages)
+
+
+def _codecs(summary: NamespaceSummary) -> str:
+    """As seen in some headers: the most frequent first."""
+    names = sorted(summary.codecs, key=lambda name: -summary.codecs[name])
+    return f"{', '.join(names) or '?'}{' (lossy)' if summary.lossy else ''}"
+
+
+def _loss(lossy: bool) -> str:
+    return "lossy" if lossy else "lossless"
 
 
 def _age(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 
@@ -181,7 +182,9 @@ class TierSuite(TierFaults, TierFixtures):
         small, huge = opened(tier, SPEC), opened(tier, small_spec("huge", pages=capacity // 4096 + 1))
         keys = chain(small, 1, 4)
         write(tier, small, keys)
-        assert write_outcomes(write(tier, huge, chain(huge, 1, 1))) == [WriteOutcome.REFUSED]
+        data = memoryview(random.Random(1).randbytes(huge.spec.block_nbytes))  # no codec helps
+        block = BlockWrite(chain(huge, 1, 1)[0], data, None, 0)
+        assert write_outcomes(tier.write(huge, [block], deadline=deadline_in(20))) == [WriteOutcome.REFUSED]
         assert outcomes(read(tier, small, keys)) == [HIT] * 4
 
     def test_pinned_blocks_stay(self, tier: Tier, namespace: TierNamespace) -> None:

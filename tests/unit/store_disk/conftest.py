@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.store.disk import DiskOptions, DiskTier
+from kvferry.store.encoding import TierCodec
 from kvferry.testing.faulty_files import FaultyFiles
 
 MakeTier = Callable[..., DiskTier]
@@ -23,7 +24,9 @@ def make_tier(folder: Path) -> Iterator[MakeTier]:
     """Makes tiers on ``folder`` (or on ``directories``); closes them after the test."""
     with ExitStack() as stack:
 
-        def make(files: FaultyFiles | None = None, **options: Any) -> DiskTier:
+        def make(
+            files: FaultyFiles | None = None, codec: TierCodec | None = None, **options: Any
+        ) -> DiskTier:
             settings = {
                 "directories": (str(folder),),
                 "capacity_nbytes": 4 << 20,
@@ -31,7 +34,7 @@ def make_tier(folder: Path) -> Iterator[MakeTier]:
                 "retry_s": 0.05,
                 **options,
             }
-            tier = DiskTier("disk", DiskOptions(**settings), files=files)
+            tier = DiskTier("disk", DiskOptions(**settings), files=files, codec=codec)
             stack.callback(tier.close)
             return tier
 

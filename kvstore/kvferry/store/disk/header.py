@@ -55,6 +55,7 @@ __all__ = [
     "MAX_HEADER_NBYTES",
     "BlockHeader",
     "HeaderTemplate",
+    "decoded_header",
     "header_length",
     "parse_header",
     "readable",
@@ -204,6 +205,17 @@ def _metadata(namespace: TierNamespace) -> str:
         "spec": dumps(spec_to_json(spec)),
     }
     return dumps(metadata)[1:-1]
+
+
+def decoded_header(header: BlockHeader, checksum: int) -> bytes:
+    """The header of a file with the tensors of an encoded block: version 1, and what they come from."""
+    how = header.encoding
+    assert how is not None  # else the file is that already
+    more = f',"codec":{dumps(how.codec)},"lossy":"{str(how.lossy).lower()}","bound":"{how.bound:g}"'
+    body = write_fields(header.parent, header.position, checksum, header.key)
+    body += _fixed_part(header.namespace(), more)
+    nbytes = round_up(LENGTH_NBYTES + len(body))
+    return U64.pack(nbytes - LENGTH_NBYTES) + body.ljust(nbytes - LENGTH_NBYTES)
 
 
 def _fixed_part(namespace: TierNamespace, more: str = "") -> bytes:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Final, NamedTuple
 
 import xxhash
 
+from kvferry.codecs.choice import RAW
 from kvferry.core.buffers import page_aligned
 from kvferry.core.errors import CorruptBlockError, RequestError, StoreError, TierError
 from kvferry.core.keys import KEY_NBYTES, BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import read_header
+from kvferry.store.disk.export import write_block
 from kvferry.store.disk.files import Files, is_gone, open_quietly, read_parts, reason_of
 from kvferry.store.disk.header import BlockHeader, readable
 from kvferry.store.disk.lock import has_lock_file, lock_owner
@@ -29,7 +32,7 @@ from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.places import open_directory
 from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.root import Root
-from kvferry.store.disk.scan import Scan, scan_directory
+from kvferry.store.disk.scan import FoundBlock, Scan, scan_directory
 
 __all__ = [
     "Finding",
@@ -46,6 +49,7 @@ __all__ = [
 
 Progress = Callable[[int, int], None]
 _CHUNK_NBYTES: Final = 4 << 20
+_SAMPLED: Final = 64
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _SILENT: Final = logging.getLogger(f"{__name__}.silent")
 _SILENT.disabled = True  # what it would say is in the result
@@ -63,6 +67,9 @@ class NamespaceSummary:
         oldest_s: Seconds since the least recently used was written or read; as well as the file system knows.
         newest_s: Seconds since the last one was.
         header: Of one of them; ``None`` if none could be read.
+        codecs: How some of them, spread over all, are encoded: text of the codec, ``raw`` for as they are,
+            with the number of those seen.
+        lossy: How many of those seen have lost something.
     """
 
     tenant: str
@@ -72,6 +79,15 @@ class NamespaceSummary:
     oldest_s: float
     newest_s: float
     header: BlockHeader | None
+    codecs: Mapping[str, int] = field(default_factory=dict)
+    lossy: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the blocks over what they take up; 0 if no header could be read."""
+        return (
+            self.blocks * self.header.spec.block_nbytes / self.nbytes if self.header and self.nbytes else 0.0
+        )
 
 
 class KeySummary(NamedTuple):
@@ -137,6 +153,8 @@ class Verification:
         corrupt: What is wrong.
         unreadable: What the medium would not give: maybe sound, maybe not.
         put_away: How many of the corrupt went into quarantine.
+        codecs: How the sound ones are encoded, as in :class:`NamespaceSummary`.
+        lossy: How many of them have lost something.
     """
 
     blocks: int = 0
@@ -144,6 +162,8 @@ class Verification:
     corrupt: list[Finding] = field(default_factory=list)
     unreadable: list[Finding] = field(default_factory=list)
     put_away: int = 0
+    codecs: Counter[str] = field(default_factory=Counter)
+    lossy: int = 0
 
 
 def _open(directory: str) -> int:
@@ -165,18 +185,7 @@ def inspect(directory: str) -> Inspection:
         if not _is_tier(root, scan):
             raise RequestError(f"{directory} is no directory of a disk tier: it has no block, no lock")
         now = time.time_ns()
-        namespaces = [
-            NamespaceSummary(
-                tenant=tenant,
-                namespace_id=namespace,
-                blocks=len(blocks),
-                nbytes=sum(nbytes for _, _, nbytes in blocks),
-                oldest_s=max(0, now - min(at for at, _, _ in blocks)) / 1e9,
-                newest_s=max(0, now - max(at for at, _, _ in blocks)) / 1e9,
-                header=_some_header(files, root, tenant, namespace, [key for _, key, _ in blocks[:8]]),
-            )
-            for (tenant, namespace), blocks in scan.blocks.items()
-        ]
+        namespaces = [_summary(files, root, now, *name, blocks) for name, blocks in scan.blocks.items()]
         used_by = lock_owner(root)
     finally:
         files.close(root)
@@ -213,16 +222,37 @@ def list_keys(directory: str) -> list[KeySummary]:
     return sorted(found, key=lambda block: block.used_s)
 
 
-def _some_header(
+def _summary(
+    files: Files, root: int, now: int, tenant: str, namespace: bytes, blocks: list[FoundBlock]
+) -> NamespaceSummary:
+    step = -(-len(blocks) // _SAMPLED)
+    headers = list(_headers(files, root, tenant, namespace, [key for _, key, _ in blocks[::step]]))
+    return NamespaceSummary(
+        tenant=tenant,
+        namespace_id=namespace,
+        blocks=len(blocks),
+        nbytes=sum(nbytes for _, _, nbytes in blocks),
+        oldest_s=max(0, now - min(at for at, _, _ in blocks)) / 1e9,
+        newest_s=max(0, now - max(at for at, _, _ in blocks)) / 1e9,
+        header=headers[0] if headers else None,
+        codecs=Counter(map(_codec_of, headers)),
+        lossy=sum(header.lossy for header in headers),
+    )
+
+
+def _codec_of(header: BlockHeader) -> str:
+    return RAW if header.encoding is None else header.encoding.codec
+
+
+def _headers(
     files: Files, root: int, tenant: str, namespace: bytes, keys: list[BlockKey]
-) -> BlockHeader | None:
+) -> Iterator[BlockHeader]:
     for key in keys:
         try:
             with _OpenBlock(files, root, tenant, namespace, key) as block:
-                return read_header(files, block.fd)
+                yield read_header(files, block.fd)
         except (OSError, CorruptBlockError):
             continue
-    return None
 
 
 class _OpenBlock:
@@ -287,7 +317,11 @@ def _verify(files: Files, root: int, scan: Scan, progress: Progress | None) -> V
     for done, (tenant, namespace, key) in enumerate(_each(scan), 1):
         try:
             with _OpenBlock(files, root, tenant, namespace, key) as block:
-                found.nbytes += _check_current(files, block, tenant, namespace, key, buffer)
+                header = _check_current(files, block, tenant, namespace, key, buffer)
+            if header is not None:
+                found.nbytes += header.data_nbytes
+                found.codecs[_codec_of(header)] += 1
+                found.lossy += header.lossy
         except CorruptBlockError as error:
             found.corrupt.append(Finding(tenant, namespace, key, str(error)))
         except OSError as error:
@@ -301,20 +335,20 @@ def _verify(files: Files, root: int, scan: Scan, progress: Progress | None) -> V
 
 def _check_current(
     files: Files, block: _OpenBlock, tenant: str, namespace: bytes, key: BlockKey, buffer: memoryview
-) -> int:
-    """As :func:`_check`; 0 if a store has just evicted the block and written over its file."""
+) -> BlockHeader | None:
+    """As :func:`_check`; ``None`` if a store has just evicted the block and written over its file."""
     try:
         return _check(files, block, tenant, namespace, key, buffer)
     except CorruptBlockError:
         if block.is_there():
             raise
-        return 0
+        return None
 
 
 def _check(
     files: Files, block: _OpenBlock, tenant: str, namespace: bytes, key: BlockKey, buffer: memoryview
-) -> int:
-    """Compare one block; returns the bytes of its data."""
+) -> BlockHeader:
+    """Compare one block; returns its header."""
     header = read_header(files, block.fd)
     pairs = (
         ("key", header.key, key),
@@ -325,7 +359,7 @@ def _check(
     for what, stored, wanted in pairs:
         if stored != wanted:
             raise CorruptBlockError(f"the {what} in the header is not that of the file")
-    checksum, nbytes, at = xxhash.xxh3_64(), header.spec.block_nbytes, 0
+    checksum, nbytes, at = xxhash.xxh3_64(), header.data_nbytes, 0
     while at < nbytes:
         part = buffer[: min(len(buffer), nbytes - at)]
         if read_parts(files, block.fd, [part], header.header_nbytes + at) != len(part):
@@ -334,7 +368,7 @@ def _check(
         at += len(part)
     if checksum.intdigest() != header.checksum:
         raise CorruptBlockError("the data does not have the checksum in the header")
-    return nbytes
+    return header
 
 
 def _is_tier(root: int, scan: Scan) -> bool:
@@ -393,7 +427,7 @@ def _not_one(places: list[tuple[str, bytes, BlockKey]], key_hex: str, directory:
 
 
 def export_block(directory: str, key_hex: str, target: str, *, tenant: str | None = None) -> BlockHeader:
-    """Copy the file of one block, after it was verified, to ``target``, which must not exist.
+    """Copy one block, after it was verified, to the new file ``target``: decoded, if it is encoded.
 
     Args:
         directory: The directory.
@@ -419,12 +453,9 @@ def export_block(directory: str, key_hex: str, target: str, *, tenant: str | Non
         if len(places) != 1:
             raise RequestError(_not_one(places, key_hex, directory))
         with _OpenBlock(files, root, *places[0]) as block:
-            _check(files, block, *places[0], page_aligned(_CHUNK_NBYTES))
-            with os.fdopen(os.dup(block.fd), "rb") as source, Path(target).open("xb") as out:
-                source.seek(0)
-                while chunk := source.read(_CHUNK_NBYTES):
-                    out.write(chunk)
-            return read_header(files, block.fd)
+            header = _check(files, block, *places[0], page_aligned(_CHUNK_NBYTES))
+            write_block(files, block.fd, header, target)
+            return header
     except CorruptBlockError as error:
         raise CorruptBlockError(f"{key_hex[:16]}… in {directory}: {error}") from error
     except OSError as error:

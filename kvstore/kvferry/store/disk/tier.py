@@ -245,6 +245,7 @@ class DiskTier(Tier):
             text = (
                 f"a block takes {needed} bytes with header and folders; capacity is {capacity}, of which "
                 f"folders and files that are no blocks take {other}: none is stored"
+                f"{' that the codec does not make smaller' if self.codec.is_on else ''}"
             )
             if len(self._notes) >= _MOST_NOTES:
                 self._notes.pop(next(iter(self._notes)))
