@@ -100,6 +100,21 @@ def test_one_scenario_is_a_table_with_its_baseline(tmp_path: Path) -> None:
     assert "store.load.dram" not in done.stdout
 
 
+def test_the_disk_tier_has_a_codec(tmp_path: Path) -> None:
+    small = ("--runs", "1", "--sizes", "256KiB", "--walk", "2MiB", "--json")
+    for scenario, codec in (("store.write.disk", "int8"), ("store.read.disk", "ebp")):
+        done = bench(tmp_path, "--scenario", scenario, "--codec", codec, *small)
+        assert done.returncode == 0, done.stderr
+        (line,) = [json.loads(line) for line in done.stdout.splitlines()]
+        assert line["params"]["codec"] == codec
+        assert line["params"]["ratio"] > 1.3
+        assert line["verified"] is True
+        assert set(line["ratios"]) == {"disk_pattern"}
+    done = bench(tmp_path, "--scenario", "store.write.disk", "--codec", "epb")
+    assert done.returncode == 2
+    assert "did you mean ebp" in done.stderr
+
+
 def test_an_unknown_scenario_is_refused_by_name(tmp_path: Path) -> None:
     done = bench(tmp_path, "--scenario", "store.saves.dram")
     assert done.returncode == 2

@@ -15,6 +15,8 @@ __all__ = ["BLOCK_TOKENS", "BlockSource", "block_spec", "chain_tokens"]
 BLOCK_TOKENS = 16
 _LAYERS = 16
 _HEAD_DIM = 64
+_VALUES_NBYTES = 4 << 20
+_LOSSY_ERROR = 0.2
 _UNIT = _LAYERS * 2 * BLOCK_TOKENS * _HEAD_DIM * 2  # bytes of a block with one bfloat16 head
 
 
@@ -50,14 +52,29 @@ class BlockSource(Sequence[memoryview]):
     """Page-aligned blocks, taken round and round, that together walk through ``walk_nbytes``.
 
     Every page starts with its own number, so that a page out of place is seen when bytes are compared.
+
+    Args:
+        block_nbytes: Bytes of a block.
+        walk_nbytes: Bytes of all.
+        values: Fill them with normally distributed bfloat16, which codecs make as small as KV; else with
+            random bytes, the same in each page.
     """
 
-    def __init__(self, block_nbytes: int, walk_nbytes: int) -> None:
+    def __init__(self, block_nbytes: int, walk_nbytes: int, *, values: bool = False) -> None:
         self._count = max(1, -(-walk_nbytes // block_nbytes))
         self._nbytes = block_nbytes
         self._whole = page_aligned(self._count * block_nbytes)
         pages = np.frombuffer(self._whole, np.uint64).reshape(-1, PAGE_NBYTES // 8)
-        pages[:] = np.random.default_rng(1).integers(0, 1 << 63, PAGE_NBYTES // 8, np.uint64)
+        rng = np.random.default_rng(1)
+        if values:  # as many as no codec looks back over
+            for start in range(0, len(self._whole), _VALUES_NBYTES):
+                part = np.frombuffer(self._whole, np.uint16)[start // 2 : (start + _VALUES_NBYTES) // 2]
+                if not start:
+                    normal = rng.standard_normal(_VALUES_NBYTES // 2, np.float32)
+                    some = (normal.view(np.uint32) >> 16).astype(np.uint16)
+                part[:] = some[: len(part)]
+        else:
+            pages[:] = rng.integers(0, 1 << 63, PAGE_NBYTES // 8, np.uint64)
         pages[:, 0] = np.arange(len(pages), dtype=np.uint64)
 
     def __len__(self) -> int:
@@ -71,3 +88,11 @@ class BlockSource(Sequence[memoryview]):
     def matches(self, index: int, found: memoryview) -> bool:
         """Whether ``found`` is block ``index``, byte for byte."""
         return np.array_equal(np.frombuffer(self[index], np.uint8), np.frombuffer(found, np.uint8))
+
+    def resembles(self, index: int, found: memoryview) -> bool:
+        """Whether the values of ``found`` are those of block ``index`` but for what a lossy codec may do."""
+        x, y = (
+            (np.frombuffer(view, np.uint16).astype(np.uint32) << 16).view(np.float32)
+            for view in (self[index], found)
+        )
+        return bool(np.linalg.norm(x - y) <= _LOSSY_ERROR * np.linalg.norm(x))

@@ -137,6 +137,14 @@ def store(
     direct: Annotated[
         Text, typer.Option(metavar="auto|on|off", help="O_DIRECT of the disk tier. [default: auto]")
     ] = None,
+    tier_codec: Annotated[
+        Text,
+        typer.Option(
+            "--codec",
+            metavar="TEXT",
+            help="Codec of the disk tier, such as ebp; blocks then hold normal values. [default: off]",
+        ),
+    ] = None,
     walk: Walk = None,
     runs: Runs = 9,
     as_json: Json = False,
@@ -150,7 +158,7 @@ def store(
 
     params = {
         "scenario": scenario, "sizes": sizes, "dir": directory, "entries": entries,
-        "sync": sync, "direct": direct, "walk": walk,
+        "sync": sync, "direct": direct, "codec": tier_codec, "walk": walk,
     }  # fmt: skip
     _run("store", Options(runs=runs, params=params), as_json=as_json)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import DiskOptions, DiskTier
+from kvferry.store.encoding import TierCodec
 from kvferry.store.tier import Tier
 from kvferry.testing.blocks import wait_until
 from kvferry.testing.fake_tier import FakeTier, Fault
@@ -105,8 +106,9 @@ class FakeWeather:
 class DiskWeather:
     """Over real files, whose system calls fail, and whose directory goes away for a while."""
 
-    def __init__(self, name: str, capacity_nbytes: int) -> None:
+    def __init__(self, name: str, capacity_nbytes: int, codec: str = "off") -> None:
         self._folder = TemporaryDirectory()
+        self._codec = TierCodec(codec)
         self._files = FaultyFiles()
         self._trouble = ExitStack()
         self._disk, self._away = Path(self._folder.name, "disk"), Path(self._folder.name, "away")
@@ -144,7 +146,7 @@ class DiskWeather:
 
     def reopen(self) -> None:
         """See :class:`Weather`."""
-        self.tier = DiskTier(self._name, self._options, files=self._files)
+        self.tier = DiskTier(self._name, self._options, files=self._files, codec=self._codec)
 
     def close(self) -> None:
         """See :class:`Weather`."""

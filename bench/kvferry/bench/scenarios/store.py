@@ -22,6 +22,7 @@ from kvferry.core.cachedir import cache_dir
 from kvferry.core.errors import CapacityError, ConfigError, StoreError, UnknownPluginError
 from kvferry.core.nearest import did_you_mean
 from kvferry.core.units import format_nbytes, parse_nbytes
+from kvferry.store.encoding import TierCodec
 
 __all__ = ["DEFAULT_SIZES", "SCENARIOS", "StoreOptions", "Workplace", "rounded", "run"]
 
@@ -54,6 +55,7 @@ class StoreOptions:
         restart_entries: Files that a restart finds.
         sync: See :class:`~kvferry.store.disk.DiskOptions`.
         direct: Likewise.
+        codec: Of the disk tier; lossy ones are allowed.
     """
 
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
@@ -66,6 +68,7 @@ class StoreOptions:
     restart_entries: int = _RESTART_ENTRIES
     sync: str = "none"
     direct: str = "auto"
+    codec: str = "off"
 
     @classmethod
     def of(cls, options: Options) -> StoreOptions:
@@ -93,6 +96,7 @@ class StoreOptions:
             restart_entries=int(options.param("entries", _RESTART_ENTRIES)),
             sync=str(options.param("sync", "none")),
             direct=str(options.param("direct", "auto")),
+            codec=TierCodec(str(options.param("codec", "off")), allow_lossy=True).text,
         )
 
 

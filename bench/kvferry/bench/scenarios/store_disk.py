@@ -21,6 +21,7 @@ from kvferry.core.keys import BlockKey, block_keys
 from kvferry.store.disk import DiskOptions, DiskTier, names
 from kvferry.store.disk.header import HeaderTemplate
 from kvferry.store.disk.options import Direct, Sync
+from kvferry.store.encoding import TierCodec
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
 
 __all__ = ["direct_modes", "run_read", "run_write"]
@@ -61,7 +62,8 @@ class _Disk:
         self.batch = _batch(nbytes)
         self.calls = _calls(nbytes, options)
         self.held_calls = max(self.calls, options.walk_nbytes // (nbytes * self.batch))
-        self.source = BlockSource(nbytes, options.walk_nbytes)
+        self.codec = TierCodec(options.codec, allow_lossy=True)
+        self.source = BlockSource(nbytes, options.walk_nbytes, values=self.codec.is_on)
         self.space = TierNamespace.of("bench", block_spec(nbytes))
         self.folder = place.path / str(nbytes)
         self.options = DiskOptions(
@@ -70,7 +72,7 @@ class _Disk:
             sync=cast("Sync", options.sync),
             direct=cast("Direct", options.direct),
         )
-        self.tier = DiskTier("disk", self.options)
+        self.tier = DiskTier("disk", self.options, codec=self.codec)
         self.tier.open(self.space)
         read, write = direct_modes(self.tier.usage().status)
         self.shape = FileShape(
@@ -146,18 +148,25 @@ class _Disk:
         )
 
     def is_right(self, firsts: Sequence[int], views: Sequence[memoryview]) -> bool:
-        """Whether ``views`` hold the blocks of those calls, byte for byte."""
+        """Whether ``views`` hold the blocks of those calls, byte for byte, or nearly if a codec is lossy."""
         numbers = [first + n for first in firsts for n in range(self.batch)]
-        return all(self.source.matches(n, view) for n, view in zip(numbers, views, strict=True))
+        is_it = self.source.resembles if self.codec.lossy else self.source.matches
+        return all(is_it(n, view) for n, view in zip(numbers, views, strict=True))
 
     def params(self, place: Workplace, options: StoreOptions, *, write: bool) -> dict[str, Param]:
         """Everything that changes the work."""
         shape = self.shape
+        counts = self.codec.counters()
+        stored = counts.get("codec_stored_nbytes", 0.0)
+        ratio = round(counts["codec_encoded_nbytes"] / stored, 3) if stored else 1.0
+        encoded: dict[str, Param] = {"data": "normal bfloat16", "ratio": ratio} if self.codec.is_on else {}
         return {
             "nbytes": self.nbytes,
             "batch": self.batch,
             "threads": shape.write_threads if write else shape.read_threads,
             "checksum": "xxh3",
+            "codec": self.codec.text,
+            **encoded,
             "sync": shape.sync,
             "direct": shape.direct_write if write else shape.direct_read,
             "header_nbytes": shape.header_nbytes,
@@ -173,7 +182,11 @@ class _Disk:
         return [walk.take() for _ in range(count)]
 
     def pattern_reads_the_tier(self) -> None:
-        """Let the baseline read the tier's files."""
+        """Let the baseline read the tier's files; with a codec files of its own, of blocks as they are."""
+        if self.codec.is_on:
+            for first in range(0, self.held_calls * self.batch, self.batch):
+                self.pattern.write(first, [self.source[first + n] for n in range(self.batch)])
+            return
         self.pattern.close()
         keys = [key for call in range(self.held_calls) for key in self.keys(call * self.batch)]
         self.pattern = DiskPattern(self.namespace_folder, self.shape, [names.block_name(key) for key in keys])
