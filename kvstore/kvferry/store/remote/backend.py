@@ -86,7 +86,13 @@ class Listed(NamedTuple):
 
 
 class Backend(ABC):
-    """Values by name in one remote store. Thread safe; one answer a request, in order, by the deadline."""
+    """Values by name in one remote store. Thread safe; one answer a request, in order, by the deadline.
+
+    Attributes:
+        tells_deleted: Whether :meth:`delete` tells what was there.
+    """
+
+    tells_deleted: bool = True
 
     @abstractmethod
     def max_value_nbytes(self, deadline: float) -> int:

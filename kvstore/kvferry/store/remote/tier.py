@@ -161,12 +161,13 @@ class RemoteTier(Tier):
         if self._closed:
             return [False] * len(keys)
         names = [home.name(key) for key in keys]
+        there = None if self.backend.tells_deleted else self.backend.exists(names, deadline)
         gone = [self._index.forget(name) or Held(name, 0, None) for name in names]
         answers = remove_blocks(self.backend, self.names, gone, deadline)
         failed = [answer for answer in answers if answer.done is Done.FAILED]
         if failed:
             raise TierError(f"{len(failed)} of {len(keys)} blocks could not be removed: {failed[0].reason}")
-        return [answer.done is Done.OK for answer in answers]
+        return [answer.done is Done.OK for answer in there or answers]
 
     def scan(self) -> Iterator[TierEntry]:
         """See :class:`~kvferry.store.tier.Tier`. Of the tenants whose namespaces were opened.

@@ -1,0 +1,336 @@
+"""The backend of the s3 tier: requests by ``obstore``, in threads of ours, each call back by its deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
+from obstore.store import S3Store
+
+from kvferry.core.buffers import copy_into
+from kvferry.core.clock import is_past
+from kvferry.core.errors import ConfigError, TierError
+from kvferry.store.breaker import Breaker
+from kvferry.store.disk.pool import IoPool
+from kvferry.store.disk.problems import Problems
+from kvferry.store.remote.backend import Answer, Backend, Done, Get, Listed, Put
+from kvferry.store.remote.payload import Received
+from kvferry.store.remote.s3.options import S3Options
+
+__all__ = ["S3Backend"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_OBJECT_NBYTES: Final = 1 << 40
+_STREAM_NBYTES: Final = 1 << 20
+_DELETE_AT_ONCE: Final = 1000
+_LIST_AT_ONCE: Final = 1000
+_MAX_REASON: Final = 300
+_OK: Final = Answer(Done.OK)
+_NO: Final = Answer(Done.NO)
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
+_ABSENT: Final = (NotFoundError, FileNotFoundError)
+_BUCKET_CODES: Final = ("NoSuchBucket",)
+
+
+class _Hand:
+    """The right to write into a caller's buffer, until it is taken away."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gone = False
+
+    def fill(self, views: Sequence[memoryview], data: memoryview) -> bool:
+        """Copy ``data`` into ``views``; ``False`` if that is not allowed any more."""
+        with self._lock:
+            if self._gone:
+                return False
+            for view in views:
+                copy_into(view, data[: len(view)])
+                data = data[len(view) :]
+            return True
+
+    def take_away(self) -> None:
+        """From now on nothing is written."""
+        with self._lock:
+            self._gone = True
+
+
+class S3Backend(Backend):
+    """Objects in one bucket. See :class:`~kvferry.store.remote.backend.Backend`.
+
+    Args:
+        tier: Name of the tier.
+        options: Of the tier.
+        problems: Where lasting problems are told.
+
+    Raises:
+        ConfigError: If the options cannot be used.
+    """
+
+    tells_deleted = False
+
+    def __init__(self, tier: str, options: S3Options, problems: Problems) -> None:
+        self._tier = tier
+        self._options = options
+        self._problems = problems
+        self._store = _store(options)
+        self._pool = IoPool(f"kvferry-{tier}", options.connections)
+        self._breaker = Breaker(
+            f"{tier}, bucket {options.bucket}",
+            work="requests",
+            errors=options.server_errors,
+            pause_s=options.server_pause_s,
+            max_pause_s=20 * options.server_pause_s,
+        )
+        self._reason = ""
+        self._failures = 0
+        self._requests = 0
+        self._closed = False
+
+    # -- the verbs -------------------------------------------------------------------------------------
+
+    def max_value_nbytes(self, deadline: float) -> int:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+        del deadline
+        return _MAX_OBJECT_NBYTES
+
+    def exists(self, names: Sequence[str], deadline: float) -> list[Answer]:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+
+        def head(number: int) -> Answer:
+            obstore.head(self._store, names[number])
+            return _OK
+
+        return self._run(len(names), head, deadline)
+
+    def get(self, gets: Sequence[Get], deadline: float) -> list[Answer]:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+        hand = _Hand()
+        try:
+            answers = self._run(len(gets), lambda n: self._get(gets[n], hand, deadline), deadline)
+        finally:
+            hand.take_away()
+        return [a._replace(in_flight=None) for a in answers]
+
+    def _get(self, get: Get, hand: _Hand, deadline: float) -> Answer:
+        options: Any = None if get.most is None else {"range": (0, get.most)}
+        result = obstore.get(self._store, get.name, options=options)
+        start, end = result.range
+        nbytes = end - start
+        sink = get.sink(nbytes)
+        chunks = _Chunks(iter(result.stream(min_chunk_size=_STREAM_NBYTES)))
+        try:
+            while True:
+                for view in next(sink):
+                    while len(view):
+                        piece = chunks.next(len(view))
+                        if not len(piece):
+                            return Answer(Done.FAILED, f"{get.name}: it ended before its {nbytes} bytes")
+                        if is_past(deadline) or not hand.fill([view[: len(piece)]], piece):
+                            return Answer(Done.FAILED, "not done by the deadline")
+                        view = view[len(piece) :]
+        except StopIteration as end_of_sink:
+            received: Received = end_of_sink.value
+        return Answer(Done.OK, "", received)
+
+    def put(self, puts: Sequence[Put], deadline: float) -> list[Answer]:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+        return self._run(len(puts), lambda n: self._put(puts[n], deadline), deadline)
+
+    def _put(self, put: Put, deadline: float) -> Answer:
+        whole = put.nbytes <= self._options.multipart_nbytes
+        if put.only_new and not whole:  # an upload in pieces knows no condition
+            with contextlib.suppress(*_ABSENT):
+                obstore.head(self._store, put.name)
+                return _NO
+        pieces = _pieces(put, deadline)
+        mode: Any = "create" if put.only_new and whole else "overwrite"
+        if whole:
+            obstore.put(self._store, put.name, b"".join(pieces), mode=mode, use_multipart=False)
+        else:
+            size = self._options.multipart_nbytes
+            obstore.put(self._store, put.name, pieces, use_multipart=True, chunk_size=size, max_concurrency=4)
+        return _OK
+
+    def keep(self, names: Sequence[str], deadline: float) -> None:
+        """See :class:`~kvferry.store.remote.backend.Backend`. Nothing goes by itself here."""
+
+    def delete(self, names: Sequence[str], deadline: float) -> list[Answer]:
+        """See :class:`~kvferry.store.remote.backend.Backend`. Whether there was one is not told."""
+        batches = [names[n : n + _DELETE_AT_ONCE] for n in range(0, len(names), _DELETE_AT_ONCE)]
+
+        def delete(number: int) -> Answer:
+            with contextlib.suppress(*_ABSENT):
+                obstore.delete(self._store, list(batches[number]))
+            return _OK
+
+        answers = self._run(len(batches), delete, deadline)
+        return [answer for answer, batch in zip(answers, batches, strict=True) for _ in batch]
+
+    def listing(self, start: str, deadline: float) -> Iterator[list[Listed]]:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+        pages = obstore.list(self._store, prefix=start.rstrip("/"), chunk_size=_LIST_AT_ONCE)
+        try:
+            for page in pages:
+                if is_past(deadline) or self._closed:
+                    raise TierError("not all that is there could be listed by the deadline")
+                yield [Listed(found["path"], found["size"]) for found in page]
+        except BaseError as error:
+            raise TierError(f"bucket {self._options.bucket} does not list: {_reason(error)}") from error
+
+    # -- what is told ----------------------------------------------------------------------------------
+
+    def problems(self) -> Mapping[str, str]:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+        down = {f"bucket {self._options.bucket}": self._reason} if self._breaker.is_open else {}
+        return {**self._problems.conditions(), **down}
+
+    def status(self) -> Mapping[str, str]:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+        style = "path style" if self._options.path_style else "virtual-host style"
+        return {f"bucket {self._options.bucket}": f"{self._options.url() or 'AWS'}, {style}"}
+
+    def counters(self) -> Mapping[str, float]:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+        return {"requests": float(self._requests), "server_failures": float(self._failures)}
+
+    def close(self) -> None:
+        """See :class:`~kvferry.store.remote.backend.Backend`."""
+        if self._closed:
+            return
+        self._closed = True
+        if hanging := self._pool.close():
+            _log.warning("tier %s: requests under way are left behind: %s", self._tier, ", ".join(hanging))
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def _run(self, count: int, work: Callable[[int], Answer], deadline: float) -> list[Answer]:
+        """Make requests side by side; an answer each by the deadline."""
+        if not self._breaker.enter():
+            text = f"bucket {self._options.bucket} is left alone for a while, after: {self._reason}"
+            return [Answer(Done.FAILED, text)] * count
+        try:
+            batch = self._pool.run(count, lambda n: self._one(work, n, deadline), deadline)
+            results, begun = batch.cancel()
+        except BaseException:
+            self._breaker.leave(failures=0, successes=0)
+            raise
+        flying = None if batch.settled.is_set() else batch.settled
+        late = Answer(Done.FAILED, "not done by the deadline")
+        answers = [
+            late._replace(in_flight=flying if n in begun else None) if result is None else result
+            for n, result in enumerate(results)
+        ]
+        self._judge(answers)
+        return answers
+
+    def _one(self, work: Callable[[int], Answer], number: int, deadline: float) -> Answer:
+        if is_past(deadline):
+            return Answer(Done.FAILED, "not begun by the deadline")
+        self._requests += 1
+        try:
+            return work(number)
+        except (AlreadyExistsError, PreconditionError):
+            return _NO
+        except _ABSENT as error:
+            if any(code in str(error) for code in _BUCKET_CODES):
+                return Answer(Done.FAILED, f"there is no bucket {self._options.bucket}")
+            return _NO
+        except (BaseError, OSError, TierError) as error:
+            return Answer(Done.FAILED, _reason(error))
+
+    def _judge(self, answers: Sequence[Answer]) -> None:
+        failed = [answer for answer in answers if answer.done is Done.FAILED]
+        if failed:
+            self._failures += len(failed)
+            self._reason = failed[0].reason
+        self._breaker.leave(
+            failures=int(bool(failed)),
+            successes=len(answers) - len(failed),
+            reason=failed[0].reason if failed else "",
+        )
+
+
+class _Chunks:
+    """The bytes of a stream, as many at a time as are wanted."""
+
+    def __init__(self, stream: Iterator[Any]) -> None:
+        self._stream = stream
+        self._left = memoryview(b"")
+
+    def next(self, most: int) -> memoryview:
+        """Up to ``most`` bytes; none at the end."""
+        while not len(self._left):
+            chunk = next(self._stream, None)
+            if chunk is None:
+                return memoryview(b"")
+            self._left = memoryview(chunk)
+        found, self._left = self._left[:most], self._left[most:]
+        return found
+
+
+def _pieces(put: Put, deadline: float) -> Iterator[Any]:
+    for pieces in put.source():
+        if is_past(deadline):
+            raise TierError("not done by the deadline")
+        yield from pieces
+
+
+def _store(options: S3Options) -> S3Store:
+    secret = options.secret()
+    url = options.url()
+    keys: dict[str, Any] = {}
+    if options.access_key_id is not None and secret is not None:
+        keys = {"access_key_id": options.access_key_id, "secret_access_key": secret}
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=options.timeout_s),
+        "connect_timeout": timedelta(seconds=options.timeout_s),
+        "allow_http": url is not None and url.startswith("http://"),
+        "pool_max_idle_per_host": str(options.connections),
+    }
+    if options.ca_file is not None:
+        try:
+            client["root_certificate"] = Path(options.ca_file).expanduser().read_bytes()
+        except OSError as error:
+            raise ConfigError(f"ca_file: cannot read {options.ca_file}: {error.strerror}") from error
+    if url is not None:
+        keys["endpoint"] = url
+    step = min(0.1, options.timeout_s / 4)
+    retry: Any = {
+        "max_retries": options.retries,
+        "retry_timeout": timedelta(seconds=options.timeout_s),
+        "backoff": {"init_backoff": timedelta(seconds=step), "max_backoff": timedelta(seconds=2), "base": 2},
+    }
+    try:
+        return S3Store(
+            options.bucket,
+            region=options.region,
+            virtual_hosted_style_request=not options.path_style,
+            unsigned_payload=not client["allow_http"],
+            client_options=client,  # type: ignore[arg-type]
+            retry_config=retry,
+            **keys,
+        )
+    except (BaseError, ValueError, TypeError) as error:
+        raise ConfigError(f"the bucket {options.bucket} cannot be used: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Status and code of the store's answer, and what it was about; one line, without what a client adds."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status or code:
+        told = [f"status {status[1]}" if status else "", code[1] if code else ""]
+        return f"the store answered with {' '.join(t for t in told if t)}"
+    line = " ".join(text.split("\n\nDebug source", 1)[0].split())
+    return line[:_MAX_REASON] or type(error).__name__

@@ -1,0 +1,49 @@
+"""The s3 tier."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from kvferry.core.tier_plugins import TierOption
+from kvferry.store.disk.problems import Problems
+from kvferry.store.remote.names import Names
+from kvferry.store.remote.options import describe_options, option_names, read_options, read_secret
+from kvferry.store.remote.s3.backend import S3Backend
+from kvferry.store.remote.s3.options import S3Options
+from kvferry.store.remote.tier import RemoteTier
+
+__all__ = ["S3Tier"]
+
+_log = logging.getLogger(__name__)
+
+
+class S3Tier(RemoteTier):
+    """Keeps blocks in a bucket, an object each. Nothing is asked of the store before the first use.
+
+    Args:
+        name: Name of the tier.
+        options: See :class:`~kvferry.store.remote.s3.options.S3Options`.
+
+    Raises:
+        ConfigError: If a file of a secret cannot be read.
+    """
+
+    option_names = option_names(S3Options)
+
+    def __init__(self, name: str, options: S3Options) -> None:
+        secret = read_secret(options.secret_file, f"tier {name}: secret_file")
+        self.options = options
+        problems = Problems(name, _log)
+        names = Names(options.prefix, secret, separator="/", tag=False)
+        super().__init__(name, options, S3Backend(name, options, problems), names, problems)
+
+    @classmethod
+    def from_options(cls, name: str, options: Mapping[str, object]) -> S3Tier:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        return cls(name, read_options(S3Options, f"tier {name}", options))
+
+    @classmethod
+    def describe_options(cls, name: str, options: Mapping[str, object]) -> list[TierOption]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        return describe_options(S3Options, f"tier {name}", options)
