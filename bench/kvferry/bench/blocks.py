@@ -66,12 +66,11 @@ class BlockSource(Sequence[memoryview]):
         self._whole = page_aligned(self._count * block_nbytes)
         pages = np.frombuffer(self._whole, np.uint64).reshape(-1, PAGE_NBYTES // 8)
         rng = np.random.default_rng(1)
-        if values:  # as many as no codec looks back over
+        if values:  # as many different ones as no codec looks back over
+            normal = rng.standard_normal(_VALUES_NBYTES // 2, np.float32)
+            some = (normal.view(np.uint32) >> 16).astype(np.uint16)
             for start in range(0, len(self._whole), _VALUES_NBYTES):
                 part = np.frombuffer(self._whole, np.uint16)[start // 2 : (start + _VALUES_NBYTES) // 2]
-                if not start:
-                    normal = rng.standard_normal(_VALUES_NBYTES // 2, np.float32)
-                    some = (normal.view(np.uint32) >> 16).astype(np.uint16)
                 part[:] = some[: len(part)]
         else:
             pages[:] = rng.integers(0, 1 << 63, PAGE_NBYTES // 8, np.uint64)
