@@ -58,18 +58,11 @@ def inspect(
     Looking, --verify and --export disturb no store that uses the directory; --repair needs it for itself.
     The exit code is 1 if corrupt blocks were found.
     """
-    from kvferry.cli.output import print_json, say
+    from kvferry.cli.output import print_json
     from kvferry.store.disk import inspection
 
     if export is not None:
-        header = inspection.export_block(directory, export[0], export[1], tenant=tenant)
-        how = header.encoding
-        if as_json:
-            decoded = {} if how is None else {"codec": how.codec, "lossy": how.lossy, "bound": how.bound}
-            print_json({"exported": export[0], "file": export[1], "spec": header.spec.describe(), **decoded})
-        else:
-            said = "" if how is None else f", decoded from {how.codec} ({_loss(how.lossy)})"
-            say(f"{export[1]}: {header.spec.describe()}{said}")
+        _export(directory, *export, tenant, as_json=as_json)
         return
     checked: Verification | None = None
     if repair or verify:
@@ -86,6 +79,20 @@ def inspect(
             _print_keys(inspection.list_keys(directory))
     if checked is not None and checked.corrupt:
         raise typer.Exit(EXIT_CORRUPT)
+
+
+def _export(directory: str, key: str, target: str, tenant: str | None, *, as_json: bool) -> None:
+    from kvferry.cli.output import print_json, say
+    from kvferry.store.disk.inspection import export_block
+
+    header = export_block(directory, key, target, tenant=tenant)
+    how = header.encoding
+    if as_json:
+        decoded = {} if how is None else {"codec": how.codec, "lossy": how.lossy, "bound": how.bound}
+        print_json({"exported": key, "file": target, "spec": header.spec.describe(), **decoded})
+    else:
+        said = "" if how is None else f", decoded from {how.codec} ({'lossy' if how.lossy else 'lossless'})"
+        say(f"{target}: {header.spec.describe()}{said}")
 
 
 def _with_progress(
@@ -234,10 +241,6 @@ def _codecs(summary: NamespaceSummary) -> str:
     """As seen in some headers: the most frequent first."""
     names = sorted(summary.codecs, key=lambda name: -summary.codecs[name])
     return f"{', '.join(names) or '?'}{' (lossy)' if summary.lossy else ''}"
-
-
-def _loss(lossy: bool) -> str:
-    return "lossy" if lossy else "lossless"
 
 
 def _age(seconds: float) -> str:
