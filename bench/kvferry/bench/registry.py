@@ -110,7 +110,7 @@ GROUPS: dict[str, Group] = {
     ),
     "store": Group(
         name="store",
-        summary="blocks saved, found, loaded and evicted, in memory and on disk",
+        summary="blocks saved, found, loaded and evicted, in memory, on disk and through a daemon",
         scenarios=(
             "store.save.dram",
             "store.load.dram",
@@ -119,6 +119,8 @@ GROUPS: dict[str, Group] = {
             "store.write.disk",
             "store.read.disk",
             "store.restart",
+            "daemon.save",
+            "daemon.load",
         ),
         runner="kvferry.bench.scenarios.store:run",
     ),

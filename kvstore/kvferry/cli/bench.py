@@ -145,6 +145,16 @@ def store(
             help="Codec of the disk tier, such as ebp; blocks then hold normal values. [default: off]",
         ),
     ] = None,
+    url: Annotated[
+        Text,
+        typer.Option(
+            metavar="unix:auto|tcp:auto|URL",
+            help="Measure a cache daemon: auto starts one, else one that runs there.",
+        ),
+    ] = None,
+    checksum: Annotated[
+        Text, typer.Option(metavar="xxh3|off", help="Of frames to and from a daemon. [default: xxh3]")
+    ] = None,
     walk: Walk = None,
     runs: Runs = 9,
     as_json: Json = False,
@@ -152,13 +162,15 @@ def store(
     """Blocks saved, found, loaded and evicted in memory, written and read on disk, found after a restart.
 
     Copies stand beside a cold memcpy, files beside the same files without the store. Memory of an entry is
-    measured in a process of its own. At full scale store.lookup takes 5 GiB, store.restart 1 GiB of disk.
+    measured in a process of its own. With --url, saves and loads through a daemon, over shared memory or a
+    connection, beside a cold memcpy and the transport alone. At full scale store.lookup takes 5 GiB,
+    store.restart 1 GiB of disk.
     """
     from kvferry.bench.registry import Options
 
     params = {
         "scenario": scenario, "sizes": sizes, "dir": directory, "entries": entries,
-        "sync": sync, "direct": direct, "codec": tier_codec, "walk": walk,
+        "sync": sync, "direct": direct, "codec": tier_codec, "walk": walk, "url": url, "checksum": checksum,
     }  # fmt: skip
     _run("store", Options(runs=runs, params=params), as_json=as_json)
 

@@ -16,7 +16,7 @@ from kvferry.bench.disk_pattern import DiskPattern, FileShape, drop_page_cache, 
 from kvferry.bench.registry import GROUPS, Options, run_group
 from kvferry.bench.results import Result
 from kvferry.bench.scenarios import store_disk
-from kvferry.bench.scenarios.store import SCENARIOS, StoreOptions, Workplace
+from kvferry.bench.scenarios.store import DAEMON_SCENARIOS, SCENARIOS, StoreOptions, Workplace
 from kvferry.bench.scenarios.store_disk import direct_modes
 from kvferry.core.buffers import page_aligned
 from kvferry.core.errors import CapacityError, ConfigError, KVFerryError, StoreError, UnknownPluginError
@@ -66,7 +66,7 @@ def test_options_name_what_is_wrong() -> None:
         StoreOptions.of(Options(params={"scenario": "store.evikt"}))
     with pytest.raises(ConfigError, match="a block of 100 bytes"):
         StoreOptions.of(Options(params={"sizes": "100"}))
-    assert tuple(SCENARIOS) == GROUPS["store"].scenarios
+    assert (*SCENARIOS, *DAEMON_SCENARIOS) == GROUPS["store"].scenarios
 
 
 def test_what_the_disk_refuses_is_an_error_with_the_scenario(monkeypatch: pytest.MonkeyPatch) -> None:

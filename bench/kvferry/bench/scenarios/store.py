@@ -24,7 +24,7 @@ from kvferry.core.nearest import did_you_mean
 from kvferry.core.units import format_nbytes, parse_nbytes
 from kvferry.store.encoding import TierCodec
 
-__all__ = ["DEFAULT_SIZES", "SCENARIOS", "StoreOptions", "Workplace", "rounded", "run"]
+__all__ = ["DAEMON_SCENARIOS", "DEFAULT_SIZES", "SCENARIOS", "StoreOptions", "Workplace", "rounded", "run"]
 
 DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,32MiB"
 SCENARIOS = {
@@ -36,6 +36,13 @@ SCENARIOS = {
     "store.read.disk": "store_disk:run_read",
     "store.restart": "store_restart:run_restart",
 }
+DAEMON_SCENARIOS = {
+    "daemon.save": "store_daemon:run_save",
+    "daemon.load": "store_daemon:run_load",
+}
+"""What is measured with ``--url``, and only then."""
+_DAEMON_SIZES = "64KiB,1MiB,4MiB"
+_ALL = {**SCENARIOS, **DAEMON_SCENARIOS}
 _LOOKUP_ENTRIES = 1_000_000
 _RESTART_ENTRIES = 100_000
 
@@ -56,6 +63,8 @@ class StoreOptions:
         sync: See :class:`~kvferry.store.disk.DiskOptions`.
         direct: Likewise.
         codec: Of the disk tier; lossy ones are allowed.
+        url: Of a daemon; ``unix:auto`` and ``tcp:auto`` start one.
+        checksum: Of frames to and from a daemon: ``xxh3`` or ``off``.
     """
 
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
@@ -69,6 +78,8 @@ class StoreOptions:
     sync: str = "none"
     direct: str = "auto"
     codec: str = "off"
+    url: str = ""
+    checksum: str = "xxh3"
 
     @classmethod
     def of(cls, options: Options) -> StoreOptions:
@@ -78,15 +89,22 @@ class StoreOptions:
             ConfigError: For a value that cannot be used.
         """
         scenario = str(options.param("scenario", ""))
-        if scenario and scenario not in SCENARIOS:
-            near = did_you_mean(scenario, list(SCENARIOS))
-            raise UnknownPluginError(f"no scenario {scenario!r}{near}; there are: {', '.join(SCENARIOS)}")
-        sizes = tuple(parse_nbytes(s) for s in str(options.param("sizes", DEFAULT_SIZES)).split(","))
+        if scenario and scenario not in _ALL:
+            near = did_you_mean(scenario, list(_ALL))
+            raise UnknownPluginError(f"no scenario {scenario!r}{near}; there are: {', '.join(_ALL)}")
+        url = str(options.param("url", "unix:auto" if scenario in DAEMON_SCENARIOS else ""))
+        if url and scenario in SCENARIOS:
+            raise ConfigError(f"--url is for {', '.join(DAEMON_SCENARIOS)}; {scenario} has no daemon")
+        checksum = str(options.param("checksum", "xxh3"))
+        if checksum not in ("xxh3", "off"):
+            raise ConfigError(f"--checksum is {checksum!r}: take xxh3 or off")
+        default = _DAEMON_SIZES if url else DEFAULT_SIZES
+        sizes = tuple(parse_nbytes(s) for s in str(options.param("sizes", default)).split(","))
         for nbytes in sizes:
             block_spec(nbytes)
         directory = str(options.param("dir", ""))
         return cls(
-            scenarios=(scenario,) if scenario else tuple(SCENARIOS),
+            scenarios=(scenario,) if scenario else tuple(DAEMON_SCENARIOS if url else SCENARIOS),
             sizes=sizes,
             runs=options.runs,
             warmup=options.warmup,
@@ -97,6 +115,8 @@ class StoreOptions:
             sync=str(options.param("sync", "none")),
             direct=str(options.param("direct", "auto")),
             codec=TierCodec(str(options.param("codec", "off")), allow_lossy=True).text,
+            url=url,
+            checksum=checksum,
         )
 
 
@@ -117,7 +137,7 @@ def run(options: Options, progress: Progress) -> Iterator[Result]:
     """
     own = StoreOptions.of(options)
     for name in own.scenarios:
-        module, function = SCENARIOS[name].split(":")
+        module, function = _ALL[name].split(":")
         scenario: _Scenario = getattr(importlib.import_module(f"{__package__}.{module}"), function)
         try:
             yield from scenario(own, progress)
