@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
+from kvferry.core.spec import KVSpec
+from kvferry.store.encoding import TierCodec
 from kvferry.store.remote.redis import RedisOptions, RedisTier
 from kvferry.store.remote.redis.backend import RedisBackend
-from kvferry.store.tier import Tier, TierNamespace
+from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, Tier, TierNamespace, WriteOutcome
+from kvferry.testing.codecs import fill_of, kv_layer
 from kvferry.testing.redis_server import RedisServer, redis_cluster
 from kvferry.testing.tiers import TierSuite
-from kvferry.testing.tiers_common import Damage, Fault
+from kvferry.testing.tiers_common import Damage, Fault, chain, closing, write
 
 VALUE_NBYTES = 10 << 10  # a block of the suite with its manifest and what a name is counted with
 PASSWORD = "of-the-suite"
@@ -40,6 +44,8 @@ class RedisSuite(TierSuite):
     servers: list[RedisServer]
     cluster = False
     part_nbytes = 32 << 20
+    codec = "off"
+    flipped = 777
 
     @pytest.fixture(autouse=True)
     def _server(self, server: RedisServer) -> None:
@@ -57,7 +63,7 @@ class RedisSuite(TierSuite):
             capacity_nbytes=blocks * VALUE_NBYTES,
             part_nbytes=self.part_nbytes,
         )
-        tier = RedisTier("redis", options)
+        tier = RedisTier("redis", options, TierCodec(self.codec))
         assert tier.wait_found(deadline=deadline_in(20))
         return tier
 
@@ -76,7 +82,8 @@ class RedisSuite(TierSuite):
             name = self.data_name(name)
             value = server.call("GET", name)
             assert isinstance(value, bytes)
-            value = value[:-777] + bytes([value[-777] ^ 4]) + value[-776:]
+            at = self.flipped
+            value = value[:-at] + bytes([value[-at] ^ 4]) + value[1 - at :]
         elif how != "swap":
             value = value[: len(value) // 2] if how == "truncate" else b""
         server.call("SET", name, value)
@@ -148,3 +155,52 @@ class TestCluster(RedisSuite):
     damage = TierSuite.damage
     lose = TierSuite.lose
     fault = TierSuite.fault
+
+
+class TestEncoded(RedisSuite):
+    """Blocks become a sixth: the suite's bytes repeat themselves."""
+
+    codec = "zstd"
+    flipped = 77
+
+    def test_blocks_are_encoded_here(
+        self, tier: Tier, namespace: TierNamespace, keys: list[BlockKey]
+    ) -> None:
+        write(tier, namespace, keys)
+        assert tier.usage().counters["codec_encoded_blocks"] == len(keys)
+        assert tier.usage().used_nbytes < len(keys) * VALUE_NBYTES // 2
+
+    def test_blocks_larger_than_a_part_come_back(self, tmp_path: Path) -> None:
+        """Lossy tiers and others share the store; values in parts are encoded too."""
+        spec = KVSpec(model="m", revision="r", layers=(kv_layer(64, 4, 64),) * 4, block_tokens=64)
+        namespace = TierNamespace.of("default", spec)
+        keys = chain(namespace, 1, 2)
+        data = fill_of("values", spec.block_nbytes)
+        self.part_nbytes = 64 << 10
+        for text, reader, outcome in (
+            ("ebp", TierCodec(), ReadOutcome.HIT),
+            ("int8", TierCodec("int8", allow_lossy=True), ReadOutcome.HIT),
+            ("int8", TierCodec(), ReadOutcome.MISS),
+        ):
+            with (
+                closing(self.make_tier(tmp_path, 400)) as writer,
+                closing(self.make_tier(tmp_path, 400)) as other,
+            ):
+                assert isinstance(writer, RedisTier)
+                assert isinstance(other, RedisTier)
+                writer._writer._codec = TierCodec(text, allow_lossy=True)
+                other.codec = reader
+                for tier in (writer, other):
+                    tier.open(namespace)
+                blocks = [BlockWrite(key, memoryview(data), None, 0) for key in keys]
+                stored = writer.write(namespace, blocks, deadline=deadline_in(20))
+                assert [r.outcome for r in stored] == [WriteOutcome.STORED] * 2
+                reads = [BlockRead(key, page_aligned(spec.block_nbytes)) for key in keys]
+                found = other.read_into(namespace, reads, deadline=deadline_in(20))
+                assert [r.outcome for r in found] == [outcome] * 2
+                assert {r.lossy for r in found} == {text == "int8" and outcome is ReadOutcome.HIT}
+                if text == "ebp":
+                    assert [bytes(r.into) for r in reads] == [data] * 2
+                kept = other.contains(namespace, keys, deadline=deadline_in(20))
+                assert kept == [outcome is ReadOutcome.HIT] * 2
+                writer.remove(namespace, keys, deadline=deadline_in(20))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvferry.codecs import ArrayStage, Codec, CodecPipeline
@@ -14,7 +15,7 @@ from kvferry.codecs.choice import RAW
 from kvferry.codecs.frame import MAX_HEADER_NBYTES, parse_frame
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import is_past
-from kvferry.core.errors import TierError
+from kvferry.core.errors import CorruptBlockError, TierError
 from kvferry.core.spec import SLICE_ALIGNMENT, KVSpec
 
 __all__ = ["BlockCodec", "EncodedBlock", "Encoding", "Memory", "aligned", "most_encoded_nbytes"]
@@ -34,6 +35,22 @@ class Encoding(NamedTuple):
     codec: str
     lossy: bool = False
     bound: float = 0.0
+
+    def dump(self) -> bytes:
+        """As bytes for a medium that has no words of its own for it; :meth:`load` reads them."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def load(cls, raw: bytes) -> Encoding:
+        """What :meth:`dump` wrote.
+
+        Raises:
+            CorruptBlockError: If it is none.
+        """
+        try:
+            return _encodings.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise CorruptBlockError(f"how a block is encoded cannot be read: {error}") from error
 
 
 class EncodedBlock(NamedTuple):
@@ -78,6 +95,7 @@ class Memory(threading.local):
 
 
 _encoded = Memory()
+_encodings: Final = msgspec.msgpack.Decoder(Encoding)
 
 
 class BlockCodec:

@@ -12,8 +12,11 @@ from typing import Final, NamedTuple, TypeAlias
 
 import xxhash
 
+from kvferry.core.buffers import page_aligned
 from kvferry.core.errors import CorruptBlockError
 from kvferry.core.keys import BlockKey
+from kvferry.core.spec import KVSpec
+from kvferry.store.encoding import LOSSY_REASON, Decoded, Encoding, TierCodec, most_encoded_nbytes
 from kvferry.store.remote.manifest import (
     CHECKSUM_NBYTES,
     HEAD_NBYTES,
@@ -25,11 +28,24 @@ from kvferry.store.remote.manifest import (
 )
 from kvferry.store.tier import ReadOutcome
 
-__all__ = ["Received", "Sink", "receive_block", "receive_part", "send_block", "send_part"]
+__all__ = ["Decoding", "Received", "Sink", "receive_block", "receive_part", "send_block", "send_part"]
 
 CHUNK_NBYTES: Final = 256 << 10
 _U64: Final = struct.Struct("<Q")
 Pieces: TypeAlias = "Sequence[memoryview | bytes]"
+
+
+class Decoding(NamedTuple):
+    """What encoded blocks are decoded by: the codec of the tier, their spec, and the deadline of the call."""
+
+    codec: TierCodec
+    spec: KVSpec
+    deadline: float
+
+    def decode(self, data: memoryview, encoding: bytes, into: memoryview) -> Decoded:
+        """Decode what was read; as :meth:`~kvferry.store.encoding.TierCodec.decode`."""
+        found = self.codec.decode(data, self.spec, into, deadline=self.deadline)
+        return found._replace(lossy=found.lossy or Encoding.load(encoding).lossy)
 
 
 class Received(NamedTuple):
@@ -39,24 +55,33 @@ class Received(NamedTuple):
         outcome: ``HIT`` also for a manifest whose data lies in parts.
         reason: What was wrong.
         manifest: What the value says of itself, where that is known.
+        lossy: Whether the block is not just what was saved.
+        useless: It is sound, but cannot be given by this tier: it has to go.
     """
 
     outcome: ReadOutcome
     reason: str = ""
     manifest: Manifest | None = None
+    lossy: bool = False
+    useless: bool = False
 
 
 Sink: TypeAlias = "Generator[list[memoryview], None, Received]"
 
 
 def receive_block(
-    template: ManifestTemplate, key: BlockKey, parent: BlockKey | None, into: memoryview, nbytes: int
+    template: ManifestTemplate,
+    key: BlockKey,
+    parent: BlockKey | None,
+    into: memoryview,
+    decoding: Decoding,
+    nbytes: int,
 ) -> Sink:
     """A manifest, with the block's data behind it or without; see :class:`Received`."""
     try:
         if nbytes == template.value_nbytes:
             return (yield from _receive_expected(template, key, parent, into))
-        return (yield from _receive_any(template, key, parent, into, nbytes))
+        return (yield from _receive_any(template, key, parent, into, decoding, nbytes))
     except CorruptBlockError as error:
         return Received(ReadOutcome.CORRUPT, str(error))
 
@@ -92,7 +117,12 @@ def _parse(template: ManifestTemplate, key: BlockKey, parent: BlockKey | None, v
 
 
 def _receive_any(
-    template: ManifestTemplate, key: BlockKey, parent: BlockKey | None, into: memoryview, nbytes: int
+    template: ManifestTemplate,
+    key: BlockKey,
+    parent: BlockKey | None,
+    into: memoryview,
+    decoding: Decoding,
+    nbytes: int,
 ) -> Sink:
     if nbytes < HEAD_NBYTES:
         raise CorruptBlockError(f"a value of {nbytes} bytes is no manifest")
@@ -105,13 +135,31 @@ def _receive_any(
     yield [manifest[HEAD_NBYTES:]]
     found = template.check(manifest, head, key, parent)
     if found.encoding:
-        raise CorruptBlockError("it went through a codec, and this tier has none")
+        return (yield from _receive_encoded(found, head, into, decoding))
     if head.inline:
         digest, trailer = xxhash.xxh3_64(), memoryview(bytearray(CHECKSUM_NBYTES))
         yield from _receive_data(into, digest)
         yield [trailer]
         _compare(digest, _U64.unpack(trailer)[0], "the data's")
     return Received(ReadOutcome.HIT, "", found)
+
+
+def _receive_encoded(found: Manifest, head: Head, into: memoryview, decoding: Decoding) -> Sink:
+    """The data of an encoded block, if it follows and may be given."""
+    if not decoding.codec.takes(lossy=Encoding.load(found.encoding).lossy):
+        return Received(ReadOutcome.MISS, LOSSY_REASON, found, useless=True)
+    if found.data_nbytes > most_encoded_nbytes(decoding.spec):
+        raise CorruptBlockError(f"an encoded block of {found.data_nbytes} bytes for one of {len(into)}")
+    if not head.inline:
+        return Received(ReadOutcome.HIT, "", found)
+    data = page_aligned(found.data_nbytes)
+    digest, trailer = xxhash.xxh3_64(), memoryview(bytearray(CHECKSUM_NBYTES))
+    yield from _receive_data(data, digest)
+    yield [trailer]
+    _compare(digest, _U64.unpack(trailer)[0], "the data's")
+    decoded = decoding.decode(data, found.encoding, into)
+    useless = decoded.outcome is ReadOutcome.MISS
+    return Received(decoded.outcome, decoded.reason, found, decoded.lossy, useless)
 
 
 def _check_length(head: Head, nbytes: int) -> None:

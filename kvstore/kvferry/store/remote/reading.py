@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from kvferry.core.buffers import page_aligned
+from kvferry.store.encoding import TierCodec
 from kvferry.store.remote.backend import Answer, Backend, Done, Get
 from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import Held
 from kvferry.store.remote.manifest import Manifest
-from kvferry.store.remote.payload import receive_block, receive_part
+from kvferry.store.remote.payload import Decoding, receive_block, receive_part
 from kvferry.store.tier import BlockRead, ReadOutcome, ReadResult
 
 __all__ = ["BlockReads", "read_blocks"]
@@ -31,22 +34,35 @@ class BlockReads(NamedTuple):
     broken: list[Held]
 
 
-def read_blocks(backend: Backend, home: Home, blocks: Sequence[BlockRead], deadline: float) -> BlockReads:
-    """Read blocks straight into their buffers."""
+def read_blocks(
+    backend: Backend, home: Home, codec: TierCodec, blocks: Sequence[BlockRead], deadline: float
+) -> BlockReads:
+    """Read blocks straight into their buffers; those that are encoded by way of other memory."""
+    decoding = Decoding(codec, home.namespace.spec, deadline)
     gets = [
-        Get(home.name(b.key), partial(receive_block, home.template, b.key, b.parent, b.into)) for b in blocks
+        Get(home.name(b.key), partial(receive_block, home.template, b.key, b.parent, b.into, decoding))
+        for b in blocks
     ]
+    began = time.monotonic()
     answers = backend.get(gets, deadline)
+    took = time.monotonic() - began
     results = [_result(answer) for answer in answers]
+    given = [answer.received.manifest for answer in answers if answer.received is not None]
+    if not any(manifest is not None and manifest.encoding for manifest in given):  # nothing was decoded
+        hits = sum(result.outcome is ReadOutcome.HIT for result in results)
+        codec.carried("read", hits * home.template.data_nbytes, took)
     found = BlockReads(results, [])
     split: list[tuple[int, Manifest]] = []
     for n, (answer, result) in enumerate(zip(answers, results, strict=True)):
         if result.outcome is ReadOutcome.CORRUPT:
             found.broken.append(Held(gets[n].name, 0, None))
+        elif answer.received is not None and answer.received.useless:
+            parts = home.part_names(blocks[n].key, _manifest(answer))
+            found.broken.append(Held(gets[n].name, 0, parts))
         elif result.outcome is ReadOutcome.HIT and (manifest := _manifest(answer)).parts:
             split.append((n, manifest))
     if split:
-        _read_parts(backend, home, blocks, split, found, deadline)
+        _read_parts(backend, home, blocks, split, found, decoding)
     return found
 
 
@@ -62,18 +78,24 @@ def _read_parts(
     blocks: Sequence[BlockRead],
     split: Sequence[tuple[int, Manifest]],
     found: BlockReads,
-    deadline: float,
+    decoding: Decoding,
 ) -> None:
     gets: list[Get] = []
+    buffers: list[memoryview] = []
     for n, manifest in split:
-        at = 0
+        at, into = 0, page_aligned(manifest.data_nbytes) if manifest.encoding else blocks[n].into
+        buffers.append(into)
         for name, part in zip(home.part_names(blocks[n].key, manifest), manifest.parts, strict=True):
-            gets.append(Get(name, partial(receive_part, part, blocks[n].into[at : at + part.nbytes])))
+            gets.append(Get(name, partial(receive_part, part, into[at : at + part.nbytes])))
             at += part.nbytes
-    answers = iter(backend.get(gets, deadline))
-    for n, manifest in split:
+    answers = iter(backend.get(gets, decoding.deadline))
+    for (n, manifest), data in zip(split, buffers, strict=True):
         own = [next(answers) for _ in manifest.parts]
-        found.results[n] = result = _joined(own, found.results[n])
+        result = _joined(own, found.results[n])
+        if result.outcome is ReadOutcome.HIT and manifest.encoding:
+            decoded = decoding.decode(data, manifest.encoding, blocks[n].into)
+            result = result._replace(outcome=decoded.outcome, reason=decoded.reason, lossy=decoded.lossy)
+        found.results[n] = result
         if result.outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT):
             name = home.name(blocks[n].key)
             found.broken.append(Held(name, 0, home.part_names(blocks[n].key, manifest)))
@@ -104,4 +126,4 @@ def _result(answer: Answer) -> ReadResult:
     manifest = received.manifest
     if received.outcome is not ReadOutcome.HIT or manifest is None:
         return ReadResult(received.outcome, received.reason)
-    return ReadResult(ReadOutcome.HIT, "", manifest.parent, manifest.position)
+    return ReadResult(ReadOutcome.HIT, "", manifest.parent, manifest.position, lossy=received.lossy)

@@ -17,6 +17,7 @@ from kvferry.core.errors import ConfigError, TierError
 from kvferry.core.keys import KEY_NBYTES, BlockKey
 from kvferry.core.tenants import check_tenant
 from kvferry.store.disk.problems import Problems
+from kvferry.store.encoding import TierCodec
 from kvferry.store.remote.backend import Backend, Done
 from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import Held, RemoteIndex
@@ -68,21 +69,31 @@ class RemoteTier(Tier):
         backend: Where the values go; closed by :meth:`close`.
         names: What they are called.
         problems: Where the backend tells of its problems.
+        codec: Encodes blocks on their way there; ``None``: they are stored as they are.
     """
 
     persistent = True
     indexed = False
 
     def __init__(
-        self, name: str, options: RemoteOptions, backend: Backend, names: Names, problems: Problems
+        self,
+        name: str,
+        options: RemoteOptions,
+        backend: Backend,
+        names: Names,
+        problems: Problems,
+        codec: TierCodec | None = None,
     ) -> None:
         self.name = name
+        self.codec = TierCodec() if codec is None else codec
+        self.codec.announce(name)
+        self.takes_lossy = self.codec.accepts_lossy
         self.backend = backend
         self.names = names
         self._options = options
         self._problems = problems
         self._index = RemoteIndex(options.capacity_nbytes)
-        self._writer = BlockWriter(backend, self._index, options.part_nbytes)
+        self._writer = BlockWriter(backend, self._index, options.part_nbytes, self.codec)
         self._homes: dict[TierNamespace, Home] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = threading.Lock()
@@ -118,7 +129,7 @@ class RemoteTier(Tier):
             _require_block(block.key, block.into, home, writable=True)
         if (why := self._why_not(deadline)) is not None:
             return [ReadResult(ReadOutcome.FAILED, why)] * len(blocks)
-        found = read_blocks(self.backend, home, blocks, deadline)
+        found = read_blocks(self.backend, home, self.codec, blocks, deadline)
         hits = [
             home.name(b.key)
             for b, r in zip(blocks, found.results, strict=True)
@@ -190,8 +201,8 @@ class RemoteTier(Tier):
             used_nbytes=used,
             capacity_nbytes=self._options.capacity_nbytes,
             healthy=not problems,
-            counters=counters,
-            status={**self.backend.status(), **problems},
+            counters={**counters, **self.codec.counters()},
+            status={**self.backend.status(), **self.codec.status(), **problems},
         )
 
     def flush(self, *, deadline: float) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
 import xxhash
 
+from kvferry.core.errors import TierError
+from kvferry.store.encoding import TierCodec
 from kvferry.store.remote.backend import Answer, Backend, Done, Put
 from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import NAME_NBYTES, Held, RemoteIndex
@@ -20,6 +23,7 @@ from kvferry.store.tier import BlockWrite, WriteOutcome, WriteResult
 __all__ = ["BlockWriter"]
 
 _PART_ENTRY_NBYTES: Final = 16
+_ENCODING_NBYTES: Final = 256  # what the manifest of an encoded block may have more
 _NO_WRITE: Final = bytes(WRITE_ID_NBYTES)
 _OUTCOMES: Final = {
     Done.OK: WriteOutcome.STORED,
@@ -29,11 +33,19 @@ _OUTCOMES: Final = {
 }
 
 
+class _Payload(NamedTuple):
+    """The bytes of a block as they are stored, and how they are encoded; empty: not at all."""
+
+    data: memoryview
+    encoding: bytes = b""
+
+
 class _Pending(NamedTuple):
     """A block on its way there; its place among those of the call."""
 
     number: int
     block: BlockWrite
+    payload: _Payload
     name: str
     nbytes: int
     write_id: bytes
@@ -54,44 +66,71 @@ class BlockWriter:
         backend: Where to.
         index: What is known to be there, and the bound.
         part_nbytes: What does not fit into one value of this size is split.
+        codec: Of the tier.
     """
 
-    def __init__(self, backend: Backend, index: RemoteIndex, part_nbytes: int) -> None:
+    def __init__(self, backend: Backend, index: RemoteIndex, part_nbytes: int, codec: TierCodec) -> None:
         self._backend = backend
+        self._codec = codec
         self._index = index
         self._part_nbytes = part_nbytes
 
     def write(self, home: Home, blocks: Sequence[BlockWrite], deadline: float) -> list[WriteResult]:
         """Write blocks; as many at once as room can be made for without evicting each other."""
         results: dict[int, WriteResult] = {}
-        todo = list(enumerate(blocks))
+        todo: list[tuple[int, BlockWrite, _Payload]] = []
+        for number, block in enumerate(blocks):
+            payload = self._payload(home, block, deadline)
+            if isinstance(payload, _Payload):
+                todo.append((number, block, payload))
+            else:
+                results[number] = payload
         while todo:
             pending, todo = self._take_room(home, todo, results, deadline)
             if not pending:
                 break
             self._send(home, pending, results, deadline)
-        for number, _ in todo:
+        for number, *_ in todo:
             capacity = self._index.capacity_nbytes
             text = f"all of the capacity of {capacity} bytes is taken by writes under way"
             results[number] = WriteResult(WriteOutcome.REFUSED, text)
         return [results[number] for number in range(len(blocks))]
+
+    def _payload(self, home: Home, block: BlockWrite, deadline: float) -> _Payload | WriteResult:
+        """The bytes that are to be stored, in memory of their own if they are encoded; or why none are."""
+        codec = self._codec
+        if not codec.is_on and not block.lossy:
+            return _Payload(block.data)
+        if block.lossy and not codec.takes(lossy=True):
+            return WriteResult(
+                WriteOutcome.REFUSED, "it has lost something in another tier; no loss is allowed"
+            )
+        most = len(block.data) - _ENCODING_NBYTES  # so that the value is smaller
+        try:
+            spec = home.namespace.spec
+            found = codec.encode(block.data, spec, lossy=block.lossy, most=most, deadline=deadline)
+        except TierError as error:
+            return WriteResult(WriteOutcome.FAILED, str(error))
+        if found is None:
+            return _Payload(block.data)
+        return _Payload(memoryview(bytes(found.data)), found.encoding.dump())
 
     # -- room ------------------------------------------------------------------------------------------
 
     def _take_room(
         self,
         home: Home,
-        todo: list[tuple[int, BlockWrite]],
+        todo: list[tuple[int, BlockWrite, _Payload]],
         results: dict[int, WriteResult],
         deadline: float,
-    ) -> tuple[list[_Pending], list[tuple[int, BlockWrite]]]:
+    ) -> tuple[list[_Pending], list[tuple[int, BlockWrite, _Payload]]]:
         """Those that there is room for now, and those that have to wait for them."""
         pending: list[_Pending] = []
         victims: list[Held] = []
-        rest: list[tuple[int, BlockWrite]] = []
+        rest: list[tuple[int, BlockWrite, _Payload]] = []
         largest = min(self._backend.max_value_nbytes(deadline), self._part_nbytes)
-        for at, (number, block) in enumerate(todo):
-            new = _pending(home, number, block, largest)
+        for at, (number, block, payload) in enumerate(todo):
+            new = _pending(home, number, block, payload, largest)
             if (refusal := self._never(new)) is not None:
                 results[number] = refusal
                 continue
@@ -107,7 +146,7 @@ class BlockWriter:
                 self._index.release(new.nbytes)
                 results[new.number] = WriteResult(WriteOutcome.FAILED, reason)
             self._index.put_back([held for held, _ in left])
-            for number, _ in rest:
+            for number, *_ in rest:
                 results[number] = WriteResult(WriteOutcome.FAILED, reason)
             return [], []
         return pending, rest
@@ -139,7 +178,11 @@ class BlockWriter:
         split = [new for new in pending if new.parts]
         if split:
             ready += self._send_parts(split, results, deadline)
+        began = time.monotonic()
         answers = self._backend.put([_put(home, one) for one in ready], deadline) if ready else []
+        if ready:
+            nbytes = sum(len(one.pending.payload.data) for one in ready if not one.parts)
+            self._codec.carried("write", nbytes, time.monotonic() - began)
         stored: list[_Pending] = []
         lost: list[str] = []
         for (new, _), answer in zip(ready, answers, strict=True):
@@ -169,7 +212,7 @@ class BlockWriter:
                 results[new.number] = _result(answer._replace(done=Done.NO if there else Done.FAILED))
                 self._index.release(new.nbytes)
                 continue
-            pieces = _cut(new.block.data, len(new.parts))
+            pieces = _cut(new.payload.data, len(new.parts))
             sent.append(_Ready(new, tuple(Part(len(p), xxhash.xxh3_64_intdigest(p)) for p in pieces)))
             puts += [
                 Put(name, len(piece), partial(send_part, piece), only_new=False, final=False)
@@ -192,15 +235,16 @@ class BlockWriter:
         return ready
 
 
-def _pending(home: Home, number: int, block: BlockWrite, largest: int) -> _Pending:
-    name, nbytes = home.name(block.key), home.template.value_nbytes
+def _pending(home: Home, number: int, block: BlockWrite, payload: _Payload, largest: int) -> _Pending:
+    name = home.name(block.key)
+    nbytes = home.template.value_nbytes + len(payload.data) - len(block.data) + len(payload.encoding)
     if nbytes <= largest:
-        return _Pending(number, block, name, nbytes + NAME_NBYTES, _NO_WRITE, ())
+        return _Pending(number, block, payload, name, nbytes + NAME_NBYTES, _NO_WRITE, ())
     write_id = secrets.token_bytes(WRITE_ID_NBYTES)
-    count = max(1, -(-len(block.data) // largest))
+    count = max(1, -(-len(payload.data) // largest))
     parts = tuple(home.names.part(name, write_id, n) for n in range(count))
     nbytes += _PART_ENTRY_NBYTES * count - CHECKSUM_NBYTES + (count + 1) * NAME_NBYTES
-    return _Pending(number, block, name, nbytes, write_id, parts)
+    return _Pending(number, block, payload, name, nbytes, write_id, parts)
 
 
 def _cut(data: memoryview, count: int) -> list[memoryview]:
@@ -209,12 +253,12 @@ def _cut(data: memoryview, count: int) -> list[memoryview]:
 
 
 def _put(home: Home, one: _Ready) -> Put:
-    new, block = one.pending, one.pending.block
-    manifest = Manifest(block.parent, block.position, len(block.data), new.write_id, one.parts)
+    new, block, (data, encoding) = one.pending, one.pending.block, one.pending.payload
+    manifest = Manifest(block.parent, block.position, len(data), new.write_id, one.parts, encoding)
     head = home.template.build(block.key, manifest)
     if one.parts:
         return Put(new.name, len(head), lambda: iter([[head]]))
-    return Put(new.name, len(head) + len(block.data) + CHECKSUM_NBYTES, partial(send_block, head, block.data))
+    return Put(new.name, len(head) + len(data) + CHECKSUM_NBYTES, partial(send_block, head, data))
 
 
 def _result(answer: Answer) -> WriteResult:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from kvferry.core.tier_plugins import TierOption
 from kvferry.store.disk.problems import Problems
+from kvferry.store.encoding import CODEC_OPTIONS, TierCodec
 from kvferry.store.remote.names import Names
 from kvferry.store.remote.options import describe_options, option_names, read_options, read_secret
 from kvferry.store.remote.s3.backend import S3Backend
@@ -24,26 +25,29 @@ class S3Tier(RemoteTier):
     Args:
         name: Name of the tier.
         options: See :class:`~kvferry.store.remote.s3.options.S3Options`.
+        codec: Encodes blocks on their way there; ``None``: they are stored as they are.
 
     Raises:
         ConfigError: If a file of a secret cannot be read.
     """
 
-    option_names = option_names(S3Options)
+    option_names = (*option_names(S3Options), *CODEC_OPTIONS)
 
-    def __init__(self, name: str, options: S3Options) -> None:
+    def __init__(self, name: str, options: S3Options, codec: TierCodec | None = None) -> None:
         secret = read_secret(options.secret_file, f"tier {name}: secret_file")
         self.options = options
         problems = Problems(name, _log)
         names = Names(options.prefix, secret, separator="/", tag=False)
-        super().__init__(name, options, S3Backend(name, options, problems), names, problems)
+        super().__init__(name, options, S3Backend(name, options, problems), names, problems, codec)
 
     @classmethod
     def from_options(cls, name: str, options: Mapping[str, object]) -> S3Tier:
         """See :class:`~kvferry.store.tier.Tier`."""
-        return cls(name, read_options(S3Options, f"tier {name}", options))
+        codec, rest = TierCodec.from_options(f"tier {name}", options)
+        return cls(name, read_options(S3Options, f"tier {name}", rest), codec)
 
     @classmethod
     def describe_options(cls, name: str, options: Mapping[str, object]) -> list[TierOption]:
         """See :class:`~kvferry.store.tier.Tier`."""
-        return describe_options(S3Options, f"tier {name}", options)
+        codec, rest = TierCodec.from_options(f"tier {name}", options)
+        return [*describe_options(S3Options, f"tier {name}", rest), *codec.describe(options)]
