@@ -15,6 +15,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.store.disk import DiskTier, pool
+from kvferry.store.disk.batches import shares_of
 from kvferry.store.disk.blocks import is_aligned
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, WriteOutcome, WriteResult
 from kvferry.testing.blocks import block_bytes, small_spec
@@ -229,3 +230,20 @@ def test_nothing_is_written_after_close(
     assert all(r.in_flight is None or r.in_flight.wait(20) for r in results)
     assert len(files_of(folder)) == 2
     assert not list(folder.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "sizes"),
+    [
+        (0, 8, []),
+        (5, 8, [5]),
+        (31, 8, [8, 8, 8, 7]),
+        (32, 8, [4, 4, 8, 8, 4, 4]),
+        (17, 3, [1, 1, 3, 3, 3, 3, 1, 1, 1]),
+        (4, 1, [1, 1, 1, 1]),
+    ],
+)
+def test_shares_leave_out_no_file_and_are_small_at_both_ends(count: int, most: int, sizes: list[int]) -> None:
+    shares = shares_of(count, most, threads=2)
+    assert [len(share) for share in shares] == sizes
+    assert [n for share in shares for n in share] == list(range(count))

@@ -208,6 +208,7 @@ def test_nothing_is_begun_after_the_deadline_or_the_end(tmp_path: Path, kernel: 
     if kernel == "python" or runs is None:
         pytest.skip("of the library alone")
     template = HeaderTemplate(TierNamespace.of("default", SPEC))
+    turns = runs.turns(1)
     page, data = page_aligned(template.header_nbytes), page_aligned(template.data_nbytes)
     folder, ended = os.open(tmp_path, os.O_RDONLY), ctypes.c_int32(0)
 
@@ -217,7 +218,7 @@ def test_nothing_is_begun_after_the_deadline_or_the_end(tmp_path: Path, kernel: 
             where, sum_at = (address_of(page), address_of(data), 0), template.checksum_at(None)
             names = f"n{number}", f"t{number}"
             run.add_write(folder, error, where, sum_at, *names, ctypes.addressof(ended))
-        return [each[0] for each in runs.write(run, "none", time.monotonic() + seconds)]
+        return [each[0] for each in runs.write(run, "none", time.monotonic() + seconds, turns)]
 
     try:
         assert files(-1) == [NOT_BEGUN]

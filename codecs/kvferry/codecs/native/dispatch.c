@@ -119,8 +119,11 @@ KVC_EXPORT void kvc_hash_update(kvc_hash *state, const uint8_t *data, size_t nby
 KVC_EXPORT uint64_t kvc_hash_end(const kvc_hash *state) { return hash_end(state, chosen()); }
 
 KVC_EXPORT size_t kvc_file_nbytes(void) { return sizeof(kvc_file); }
-KVC_EXPORT size_t kvc_write_files(kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline) {
-    return files_write(files, count, nbytes, create, reuse, sync, deadline, chosen());
+KVC_EXPORT size_t kvc_turns_nbytes(void) { return sizeof(files_turns); }
+KVC_EXPORT void kvc_turns_begin(files_turns *turns, size_t count) { turns_begin(turns, count); }
+KVC_EXPORT size_t kvc_write_files(
+    kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline, files_turns *turns) {
+    return files_write(files, count, nbytes, create, reuse, sync, deadline, turns, chosen());
 }
 KVC_EXPORT size_t kvc_read_files(kvc_file *files, size_t count, int64_t nbytes, int flags, double deadline) {
     return files_read(files, count, nbytes, flags, deadline, chosen());

@@ -9,6 +9,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -115,9 +116,8 @@ static void files_seal(kvc_file *f, const kvc_kernels *k) {
     for (int i = 0; i < 16; i++) digits[i] = (uint8_t)"0123456789abcdef"[f->checksum >> (60 - 4 * i) & 15];
 }
 
-static int files_write_one(kvc_file *f, int64_t nbytes, int create, int reuse, int sync, const kvc_kernels *k) {
+static int files_write_one(kvc_file *f, int64_t nbytes, int create, int reuse, int sync) {
     struct stat found;
-    files_seal(f, k);
     const int fd = files_take(f, create, reuse, nbytes);
     if (fd < 0) return -1;
     if (files_put(f, fd, nbytes) < 0 || (sync && fdatasync(fd) < 0) || fstat(fd, &found) < 0) {
@@ -135,16 +135,56 @@ static int files_write_one(kvc_file *f, int64_t nbytes, int create, int reuse, i
     return 0;
 }
 
+// How many threads write at once, whoever calls: the others are ready to go on the moment one is done.
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t given;
+    size_t left;
+} files_turns;
+
+static void turns_begin(files_turns *t, size_t count) {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_mutex_init(&t->lock, NULL);
+    pthread_cond_init(&t->given, &attributes);
+    pthread_condattr_destroy(&attributes);
+    t->left = count;
+}
+
+static int turns_take(files_turns *t, double deadline) { // whether there was one before the deadline
+    const double most = deadline < 1e9 ? deadline : 1e9;
+    const struct timespec until = {(time_t)most, (long)((most - (double)(time_t)most) * 1e9)};
+    int late = !(deadline > 0);
+    pthread_mutex_lock(&t->lock);
+    while (!t->left && !late) late = pthread_cond_timedwait(&t->given, &t->lock, &until) != 0;
+    const int taken = t->left > 0;
+    if (taken) t->left--;
+    pthread_mutex_unlock(&t->lock);
+    return taken;
+}
+
+static void turns_give(files_turns *t) {
+    pthread_mutex_lock(&t->lock);
+    t->left++;
+    pthread_cond_signal(&t->given);
+    pthread_mutex_unlock(&t->lock);
+}
+
 // Write files of `nbytes` each, one after another, up to the first that fails or is not begun by the deadline
 // (seconds of CLOCK_MONOTONIC). A file gets its name when it is whole; one that failed lies there under its temporary
 // name from KVC_WRITE on, under its name from KVC_SYNC_FOLDER on. sync: 0 none, 1 its data, 2 its name too.
 // Returns how many were written.
 static size_t files_write(
-    kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline, const kvc_kernels *k) {
+    kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline, files_turns *turns,
+    const kvc_kernels *k) {
     size_t done = 0;
+    for (size_t i = 0; i < count && files_due(&files[i], deadline); i++) files_seal(&files[i], k);
+    if (!turns_take(turns, deadline)) return 0;
     while (done < count && files_due(&files[done], deadline) &&
-           !files_write_one(&files[done], nbytes, create, reuse, sync, k))
+           !files_write_one(&files[done], nbytes, create, reuse, sync))
         done++;
+    turns_give(turns);
     return done;
 }
 

@@ -15,6 +15,7 @@ from kvferry.store.tier import BlockWrite, ReadOutcome, WriteOutcome
 
 __all__ = [
     "READ_COUNTERS", "WRITE_COUNTERS", "Missing", "collect", "placed", "require_block", "share_of",
+    "shares_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -37,6 +38,19 @@ WRITE_COUNTERS: Final = {
 def share_of(count: int, nbytes: int, threads: int) -> int:
     """How many of ``count`` files of ``nbytes`` a thread takes at once: none is left without work by that."""
     return max(1, min(_SHARE, _SHARE_NBYTES // nbytes, count // threads))
+
+
+def shares_of(count: int, most: int, threads: int) -> list[range]:
+    """Divide ``count`` files in shares of ``most``, the first and the last of each thread half as large.
+
+    So the device has something to do soon, and the threads end together.
+    """
+    small = max(1, most // 2)
+    edge = threads * small
+    if threads < 2 or small == most or count < 2 * edge + threads * most:
+        return [range(at, min(at + most, count)) for at in range(0, count, most)]
+    starts = [*range(0, edge, small), *range(edge, count - edge, most), *range(count - edge, count, small)]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], count], strict=True)]
 
 
 class Missing(NamedTuple):

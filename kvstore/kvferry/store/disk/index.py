@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvferry.core.chains import ChainIndex
 from kvferry.core.eviction import Entry, EvictionPolicy
@@ -414,10 +414,14 @@ class DiskIndex:
                 return []
             return self._evict(short) if nbytes <= self.capacity_nbytes else None
 
-    def reserve_at_most(self, nbytes: int) -> int:
-        """Take up to ``nbytes`` of the room without evicting; returns how many. :meth:`release` ends it."""
+    def reserve_at_most(self, nbytes: int, least: int = 1) -> int:
+        """Take up to ``nbytes`` of the room without evicting; returns how many. :meth:`release` ends it.
+
+        If ``least`` are not there, none are taken.
+        """
         with self.lock:
-            taken = max(0, min(nbytes, self.capacity_nbytes - self.used_nbytes))
+            taken = min(nbytes, self.capacity_nbytes - self.used_nbytes)
+            taken = taken if taken >= least else 0
             self.used_nbytes += taken
             return taken
 
@@ -493,8 +497,3 @@ class DiskIndex:
         if len(self._numbers) > 4096:
             self._numbers.clear()
         return self._numbers.setdefault(nbytes, nbytes)
-
-    def iterate(self) -> Iterator[DiskEntry]:
-        """All entries, a snapshot a namespace."""
-        for home in self.namespaces():
-            yield from self.snapshot(home)

@@ -35,7 +35,7 @@ class DiskOptions:
             make one wrong. ``data``: its data is durable. ``full``: its name too.
         direct: O_DIRECT: ``auto`` measures at the start whether it pays, for reads and writes apart.
         read_threads: Threads that read; with O_DIRECT each has up to 8 reads in flight.
-        write_threads: Files written at once.
+        write_threads: Files written at once; if more than one, another thread gets the next ones ready.
         quarantine_nbytes: Bytes of corrupt files kept for a look, the oldest go first; part of the capacity.
         eviction: Name of the eviction policy.
         verify: Compare all headers in the background after the start.

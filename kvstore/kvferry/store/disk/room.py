@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from kvferry.core.clock import is_past
+from kvferry.core.keys import BlockKey
+from kvferry.store.disk.folders import OpenFolder
 from kvferry.store.disk.index import DiskEntry, Reservation
 from kvferry.store.disk.root import Root
-from kvferry.store.disk.state import DiskState
+from kvferry.store.disk.state import DiskState, Home
+from kvferry.store.disk.write_job import WriteJob
 from kvferry.store.tier import WriteOutcome, WriteResult
 
-__all__ = ["NOT_YET", "Rooms"]
+__all__ = ["NEW_FOLDER_SLACK", "NOT_YET", "Rooms"]
 
 NOT_YET: Final = WriteResult(WriteOutcome.REFUSED, "room is in use by other writes")
 _MAX_ROUNDS: Final = 4
+_FOLDER_SLACK: Final = 8 << 10  # a folder grows by a file's name
+NEW_FOLDER_SLACK: Final = 32 << 10
+"""Folders of tenant, namespace and shard, and by how much their parents may grow."""
 
 
 class Rooms:
@@ -21,6 +28,69 @@ class Rooms:
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
+
+    def choose_root(self, key: BlockKey, nbytes: int) -> Root | None:
+        """By the key; another one while that is down, failing or full."""
+        roots = self._state.roots
+        if len(roots) == 1:
+            return roots[0] if roots[0].is_up else None
+        first = int.from_bytes(key[1:5], "little") % len(roots)
+        order = [*roots[first:], *roots[:first]]
+        ready = [r for r in order if r.takes_writes and not r.is_full_for(nbytes)]
+        ready = [r for r in ready if not r.is_tight] or ready
+        ready = ready or [r for r in order if r.is_up]
+        return ready[0] if ready else None
+
+    def why_not(self, root: Root, nbytes: int) -> str:
+        """Why nothing is written to a directory now; empty if something may be."""
+        if self._state.is_lost(root):
+            return "the directory is down"
+        return root.why_no_writes or ("the device is full" if root.is_full_for(nbytes) else "")
+
+    @staticmethod
+    def folder(home: Home, key: BlockKey, root: Root) -> OpenFolder | None:
+        """Of a key, if it is there."""
+        try:
+            return root.folder(home.held.tenant, home.held.namespace_id, key)
+        except FileNotFoundError:
+            return None
+
+    def reservation(self, home: Home, job: WriteJob) -> Reservation:
+        """What is to be taken for a job whose folder was looked for."""
+        may_need_folder = job.folder is None or self._state.tidies(home.held)
+        return Reservation(job.nbytes + (NEW_FOLDER_SLACK if may_need_folder else _FOLDER_SLACK))
+
+    def make_together(self, home: Home, jobs: Collection[WriteJob], deadline: float) -> list[WriteJob]:
+        """Choose directories and take the room for all jobs at once, if nothing is in the way of any.
+
+        Returns:
+            All of them; none if they are to be looked at one by one.
+        """
+        state = self._state
+        if is_past(deadline) or state.options.keep_free_nbytes > 0:
+            return []
+        if state.codec.is_on or any(job.block.lossy for job in jobs):
+            return []  # their sizes are not known yet
+        total, roots = 0, set[Root]()
+        try:
+            for job in jobs:
+                job.root = root = self.choose_root(job.block.key, job.nbytes)
+                if root is None:
+                    return []
+                job.folder = self.folder(home, job.block.key, root)
+                job.room = self.reservation(home, job)
+                total += job.room.left
+                roots.add(root)
+        except OSError:
+            return []  # met again
+        most = max(job.nbytes for job in jobs)
+        if any(root.is_tight or self.why_not(root, most) for root in roots):
+            return []
+        if not state.index.reserve_at_most(total, least=total):
+            return []
+        for job in jobs:
+            job.has_room, job.looks = True, False
+        return list(jobs)
 
     def make(
         self, nbytes: int, root: Root, room: Reservation, deadline: float, *, looks: bool, alone: bool

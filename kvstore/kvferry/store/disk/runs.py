@@ -16,7 +16,7 @@ from kvferry.core.native import native
 from kvferry.store.disk.files import CREATE_FLAGS, READ_FLAGS, REUSE_FLAGS
 from kvferry.store.disk.header import ALIGNMENT, HeaderTemplate
 
-__all__ = ["DONE", "NOT_BEGUN", "SYNC_FOLDER", "WRITE", "FileRuns", "Run", "Written", "file_runs"]
+__all__ = ["DONE", "NOT_BEGUN", "SYNC_FOLDER", "WRITE", "FileRuns", "Run", "Turns", "Written", "file_runs"]
 
 # How far a file came: the step that failed; DONE if none did. Before WRITE nothing new is there; from then on
 # it lies there under its temporary name, from SYNC_FOLDER on under its own.
@@ -30,6 +30,9 @@ Written: TypeAlias = "tuple[int, int, int, int, int, int, int, int]"
 the bytes that were written, its size, the blocks of 512 bytes that it takes up, those of its folder (-1: not
 known), the checksum of its data.
 """
+
+Turns: TypeAlias = "ctypes.Array[ctypes.c_char]"
+"""See :meth:`FileRuns.turns`."""
 
 _IN: Final = struct.Struct("<7Q8i4qQ80s96s80s")  # kvc_file of files.h
 _OUT: Final = struct.Struct("<68x3i8x4qQ256x")
@@ -126,27 +129,39 @@ class FileRuns:
     def __init__(self, library: ctypes.CDLL) -> None:
         void, size, int64, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int
         self._write: Any = library.kvc_write_files
-        self._write.argtypes = (void, size, int64, integer, integer, integer, ctypes.c_double)
+        self._write.argtypes = (void, size, int64, integer, integer, integer, ctypes.c_double, void)
         self._read: Any = library.kvc_read_files
         self._read.argtypes = (void, size, int64, integer, ctypes.c_double)
         for function in (self._write, self._read):
             function.restype = size
+        library.kvc_turns_nbytes.restype = size
+        self._turns_nbytes = int(library.kvc_turns_nbytes())
+        self._begin_turns: Any = library.kvc_turns_begin
+        self._begin_turns.argtypes, self._begin_turns.restype = (void, size), None
 
     begin = Run
 
-    def write(self, run: Run, sync: str, deadline: float) -> list[Written]:
+    def turns(self, count: int) -> Turns:
+        """For up to ``count`` threads that write at once; others wait in the library, with all prepared."""
+        turns = ctypes.create_string_buffer(self._turns_nbytes)
+        self._begin_turns(turns, count)
+        return turns
+
+    def write(self, run: Run, sync: str, deadline: float, turns: Turns) -> list[Written]:
         """Write files one after another, up to the first that fails or is not begun by the deadline.
 
         Args:
             run: Which.
             sync: As :attr:`~kvferry.store.disk.options.DiskOptions.sync`.
             deadline: Of the call.
+            turns: Whose turn it is.
 
         Returns:
             One for each up to that first one.
         """
         nbytes, how = run.template.file_nbytes, _SYNC[sync]
-        done = self._write(_records.address, run.count, nbytes, CREATE_FLAGS, REUSE_FLAGS, how, deadline)
+        flags = CREATE_FLAGS, REUSE_FLAGS
+        done = self._write(_records.address, run.count, nbytes, *flags, how, deadline, turns)
         return run.results(min(done + 1, run.count))
 
     def read(self, run: Run, deadline: float) -> list[Written]:

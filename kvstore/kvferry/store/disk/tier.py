@@ -6,6 +6,7 @@ import heapq
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import chain
 from operator import itemgetter
 
 from kvferry.core.clock import deadline_in, time_left
@@ -20,6 +21,7 @@ from kvferry.store.disk.batches import (
     placed,
     require_block,
     share_of,
+    shares_of,
 )  # fmt: skip
 from kvferry.store.disk.blocks import BlockReader
 from kvferry.store.disk.files import Files, reason_of
@@ -119,7 +121,9 @@ class DiskTier(Tier):
         self._writes = Writes(self._state)
         self._told: dict[TierNamespace, NamespaceIndex] = {}
         self._readers = IoPool(f"kvferry-{name}-read", options.read_threads)
-        self._writers = IoPool(f"kvferry-{name}-write", options.write_threads)
+        # one more gets ready while the others write
+        ready = int(self._state.runs is not None and options.write_threads > 1)
+        self._writers = IoPool(f"kvferry-{name}-write", options.write_threads + ready)
         self._maintenance = Maintenance(name, self._state, self._readers, self._start_root)
         self._state.wake = self._maintenance.wake
         try:
@@ -309,16 +313,19 @@ class DiskTier(Tier):
         )
         share = max(1, share)
 
+        shares = shares_of(len(blocks), share, threads)
+
         def write(number: int) -> list[tuple[WriteResult, DiskEntry | None]]:
-            return self._writes.write(home, blocks[number * share : (number + 1) * share], deadline)
+            some = shares[number]
+            return self._writes.write(home, blocks[some.start : some.stop], deadline)
 
         blocks = placed(home, blocks)
         results: list[WriteResult] = []
         stored: list[DiskEntry] = []
-        for found in collect(self._writers.run(-(-len(blocks) // share), write, deadline)):
+        for some, found in zip(shares, collect(self._writers.run(len(shares), write, deadline)), strict=True):
             if isinstance(found, Missing):
                 missing = WriteResult(WriteOutcome.FAILED, found.reason, found.in_flight)
-                results += [missing] * min(share, len(blocks) - len(results))
+                results += [missing] * len(some)
             else:
                 results += [result for result, _ in found]
                 stored += [entry for _, entry in found if entry is not None]
@@ -353,7 +360,8 @@ class DiskTier(Tier):
 
     def scan(self) -> Iterator[TierEntry]:
         """See :class:`~kvferry.store.tier.Tier`."""
-        for entry in self._state.index.iterate():
+        index = self._state.index
+        for entry in chain.from_iterable(map(index.snapshot, index.namespaces())):
             home, how = entry.index, entry.encoding
             yield TierEntry(
                 home.tenant,

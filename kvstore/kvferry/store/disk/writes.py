@@ -14,7 +14,6 @@ from typing import Final
 import xxhash
 
 from kvferry.core.clock import is_past, time_left
-from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import address_of, lay_out, scratch, write_whole
 from kvferry.store.disk.encoded import encode_job, lay_out_encoded
@@ -24,7 +23,7 @@ from kvferry.store.disk.header import ALIGNMENT
 from kvferry.store.disk.index import DiskEntry, Reservation
 from kvferry.store.disk.obstacles import IN_THE_WAY
 from kvferry.store.disk.reads import LATE
-from kvferry.store.disk.room import NOT_YET, Rooms
+from kvferry.store.disk.room import NEW_FOLDER_SLACK, NOT_YET, Rooms
 from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.runs import DONE, SYNC_FOLDER, WRITE, Written
 from kvferry.store.disk.state import DiskState, Home
@@ -33,8 +32,6 @@ from kvferry.store.tier import BlockWrite, WriteOutcome, WriteResult
 
 __all__ = ["Writes", "least_room"]
 
-_FOLDER_SLACK: Final = 8 << 10  # a folder grows by a file's name
-_NEW_FOLDER_SLACK: Final = 32 << 10  # folders of tenant, namespace and shard, and their parents grow
 _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 _STORED: Final = WriteResult(WriteOutcome.STORED)
@@ -43,7 +40,7 @@ _LATE: Final = WriteResult(WriteOutcome.FAILED, LATE)
 
 def least_room(file_nbytes: int) -> int:
     """Bytes of the capacity that the first block of a namespace needs, with its folders."""
-    return file_nbytes + _NEW_FOLDER_SLACK
+    return file_nbytes + NEW_FOLDER_SLACK
 
 
 class Writes:
@@ -52,6 +49,7 @@ class Writes:
     def __init__(self, state: DiskState) -> None:
         self._state = state
         self._rooms = Rooms(state)
+        self._turns = None if state.runs is None else state.runs.turns(state.options.write_threads)
         self._lock = threading.Lock()
         self._unsynced: dict[int, OpenFolder] = {}
 
@@ -99,12 +97,19 @@ class Writes:
 
     def _end(self, home: Home, jobs: Sequence[WriteJob]) -> None:
         """Give back what was taken for the jobs, and end their keys."""
+        nbytes = 0
         try:
             for job in jobs:
-                self._settle(job)
+                room = job.room
+                if room is None or room.spare is not None or room.claimed or not job.has_room:
+                    self._settle(job)
+                else:  # as usual: all together
+                    nbytes += room.left
+                    job.room, job.has_room = None, False
         finally:
             for job in jobs:
                 job.ended = True
+            self._state.index.release(nbytes)
             self._state.index.end_writes(home.held, [(job.block.key, job.entry) for job in jobs])
 
     def sync_folders(self) -> None:
@@ -129,7 +134,9 @@ class Writes:
 
     def _prepare_some(self, home: Home, left: deque[WriteJob], deadline: float) -> list[WriteJob]:
         """Take jobs out of ``left`` as long as there is room for them together; returns those to be done."""
-        ready: list[WriteJob] = []
+        if len(ready := self._rooms.make_together(home, left, deadline)) > 0:
+            left.clear()
+            return ready
         fine: set[Root] = set()
         while left and self._prepare(home, left[0], deadline, fine, alone=not ready):
             job = left.popleft()
@@ -154,21 +161,20 @@ class Writes:
             if job.result is not None:
                 return True
         nbytes = job.nbytes
-        root = None if is_past(deadline) else self._choose_root(key, nbytes)
+        root = None if is_past(deadline) else self._rooms.choose_root(key, nbytes)
         if root is None:
             late = is_past(deadline)
             job.result = _LATE if late else WriteResult(WriteOutcome.FAILED, "no directory is up")
             return True
-        if root not in fine and (why := self._why_not(root, nbytes)):
+        if root not in fine and (why := self._rooms.why_not(root, nbytes)):
             job.result = WriteResult(WriteOutcome.FAILED, f"{root.path}: {why}")
             return True
         fine.add(root)
         job.root = root
         job.looks = root.is_tight or state.options.keep_free_nbytes > 0
         try:
-            job.folder = self._folder(home, key, root)
-            may_need_folder = job.folder is None or state.tidies(home.held)
-            job.room = Reservation(nbytes + (_NEW_FOLDER_SLACK if may_need_folder else _FOLDER_SLACK))
+            job.folder = self._rooms.folder(home, key, root)
+            job.room = self._rooms.reservation(home, job)
             refused = self._rooms.make(nbytes, root, job.room, deadline, looks=job.looks, alone=alone)
             if refused is NOT_YET:
                 self._settle(job)
@@ -242,14 +248,15 @@ class Writes:
         A job that has neither ``taken`` nor ``failure`` then is to be written by itself.
         """
         state, folders = self._state, list[OpenFolder]()
-        if state.runs is None:
+        if state.runs is None or self._turns is None:
             return
-        run, checksum_at = state.runs.begin(home.template, len(jobs)), home.template.checksum_at
+        run = state.runs.begin(home.template, len(jobs))
         for job in jobs:
             root, room, folder = job.root, job.room, job.folder
             if root is None or room is None or folder is None or job.encoded is not None:
                 break
-            names_, sum_at = (job.name, job.temporary, root.ended_address), checksum_at(job.block.parent)
+            names_ = job.name, job.temporary, root.ended_address
+            sum_at = home.template.checksum_at(job.block.parent)
             if (entry := room.spare) is None:
                 run.add_write(folder.fd, job.flags, job.addresses, sum_at, *names_)
                 continue
@@ -261,7 +268,8 @@ class Writes:
             spare = names.block_name(entry.key)
             run.add_write(folder.fd, job.flags, job.addresses, sum_at, *names_, source.fd, spare)
         if run.count:
-            for job, found in zip(jobs, state.runs.write(run, state.options.sync, deadline), strict=False):
+            written = state.runs.write(run, state.options.sync, deadline, self._turns)
+            for job, found in zip(jobs, written, strict=False):
                 self._written(home, job, found)
 
     def _written(self, home: Home, job: WriteJob, found: Written) -> None:
@@ -288,7 +296,7 @@ class Writes:
         if job.result is not _STORED or root is None or room is None:
             return
         room.spend(job.taken)
-        if folder is not None:
+        if folder is not None and (job.folder_nbytes is None or job.folder_nbytes > folder.nbytes):
             with contextlib.suppress(OSError):  # the block is there, whatever the folder says
                 root.grown(folder, room.spend, job.folder_nbytes)
         job.entry = DiskEntry(home.held, block.key, block.parent, job.taken, root.number, block.position)
@@ -308,31 +316,6 @@ class Writes:
                 self._state.index.release(room.left)
             if room.claimed:
                 root.release_room(room.claimed)
-
-    def _choose_root(self, key: BlockKey, nbytes: int) -> Root | None:
-        """By the key; another one while that is down, failing or full."""
-        roots = self._state.roots
-        if len(roots) == 1:
-            return roots[0] if roots[0].is_up else None
-        first = int.from_bytes(key[1:5], "little") % len(roots)
-        order = [*roots[first:], *roots[:first]]
-        ready = [r for r in order if r.takes_writes and not r.is_full_for(nbytes)]
-        ready = [r for r in ready if not r.is_tight] or ready
-        ready = ready or [r for r in order if r.is_up]
-        return ready[0] if ready else None
-
-    def _why_not(self, root: Root, nbytes: int) -> str:
-        """Why nothing is written to a directory now; empty if something may be."""
-        if self._state.is_lost(root):
-            return "the directory is down"
-        return root.why_no_writes or ("the device is full" if root.is_full_for(nbytes) else "")
-
-    @staticmethod
-    def _folder(home: Home, key: BlockKey, root: Root) -> OpenFolder | None:
-        try:
-            return root.folder(home.held.tenant, home.held.namespace_id, key)
-        except FileNotFoundError:
-            return None
 
     def _reuse_spare(self, room: Reservation, root: Root, name: str, folder: OpenFolder) -> bool:
         """Give the spare file, if there is one, the name ``name``; whether it has it."""
