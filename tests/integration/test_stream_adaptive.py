@@ -22,8 +22,8 @@ from kvferry.wire.messages import Handoff, SamplingParams
 LAYERS = 64
 SPEC = kv_spec(LAYERS, kv_heads=8, head_dim=64, dtype=DType.BFLOAT16)  # 32 KiB a slice
 HANDOFF = Handoff(prompt_tokens=1, cached_tokens=0, first_token=0, sampling=SamplingParams())
-SLOW = "shuffle|zstd"
-"""Some 0.2 GB/s: worth it on a slow link, and only there."""
+SLOW = "zstd(level=9)"
+"""Some 0.1 GB/s: worth it on a slow link, and only there. It leaves the GIL to the proxy."""
 
 
 class Traffic:
@@ -104,9 +104,9 @@ def test_a_link_that_becomes_slow_and_fast_again_in_a_stream_is_followed() -> No
 @pytest.mark.soak
 def test_a_change_of_the_rate_is_followed_within_two_seconds() -> None:
     with traffic(blocks=24) as (proxy, link):
-        for rate in (50e6, None, 20e6, 1e9, 50e6, None, 10e6):
+        for rate in (30e6, None, 20e6, 1e9, 30e6, None, 10e6):
             proxy.faults = Faults(rate=rate, only="to_server")
-            chosen = SLOW if rate is not None and rate <= 50e6 else "raw"
+            chosen = SLOW if rate is not None and rate <= 30e6 else "raw"
             took = seconds_until(link, chosen, 10)
             assert took <= 2.0, (rate, took, link.status().line())
             time.sleep(1.0)  # settled: it stays so

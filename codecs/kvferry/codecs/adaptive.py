@@ -164,7 +164,7 @@ class AdaptiveChoice:
         return now - candidate.encode.at > (_STALE_S if may_pay else _OLD_S)
 
     def _decide(self, now: float) -> None:
-        if not self._link.windows:
+        if self._link.windows < _LOOK_WINDOWS:
             return
         predicted = {RAW: self._link.value}
         predicted.update({c.name: self._predicted(c, now) for c in self._candidates.values() if c.known})
@@ -278,7 +278,8 @@ class AdaptiveChoice:
         """What a pipeline costs in use says something of the link, and corrects what was predicted."""
         cost = candidate.flow.value
         on_link = cost - candidate.encode.value if self._cores < 2 else cost
-        self._link.at_most(on_link / candidate.size)  # it carried as much, so it is no slower
+        if candidate.flow.windows >= _SURE_WINDOWS:  # some may be bursts
+            self._link.at_most(on_link / candidate.size)  # it carried as much, so it is no slower
         formula = self._formula(candidate)
         if formula > 0 and candidate.flow.windows >= _TRIAL_WINDOWS:
             candidate.correction = min(max(cost / formula, 1.0), _WORST)

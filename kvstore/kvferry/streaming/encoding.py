@@ -29,6 +29,7 @@ _AHEAD: Final = 3
 """Encoded frames that wait for the link."""
 _SETTLE: Final = 3
 """Pieces after a change of the pipeline that say nothing: they find the other one's work in their way."""
+_REPORT_S: Final = 0.002
 _TICK_S: Final = 1.0
 _KEPT_TOKENS: Final = 4
 """At the start of a prompt, which go as they are where a pipeline is lossy: they take much of every head's
@@ -92,6 +93,8 @@ class PartEncoder:
         self._last_codec = ""
         self._last_at = 0.0
         self._in_a_row = 0
+        self._moved_nbytes = 0
+        self._moved_s = 0.0
 
     # ---- the sender's threads -----------------------------------------------------------------------
 
@@ -150,13 +153,22 @@ class PartEncoder:
             return True
         last_at, self._last_at = self._last_at, now
         if codec != self._last_codec or ready_at > last_at:
-            self._in_a_row = 0
+            self._in_a_row = self._moved_nbytes = 0
+            self._moved_s = 0.0
         elif self._in_a_row < _SETTLE:
             self._in_a_row += 1
         else:
-            self._choice.moved(codec, nbytes, now - last_at)
+            self._moved(codec, nbytes, now - last_at)
         self._last_codec = codec
         return True
+
+    def _moved(self, codec: str, nbytes: int, seconds: float) -> None:
+        """Report some pieces together: what goes raw has no time to lose."""
+        self._moved_nbytes += nbytes
+        self._moved_s += seconds
+        if self._moved_s >= _REPORT_S:
+            self._choice.moved(codec, self._moved_nbytes, self._moved_s)
+            self._moved_nbytes, self._moved_s = 0, 0.0
 
     def stop(self) -> None:
         """Encode no more and end the thread; with the lock held."""
