@@ -115,6 +115,21 @@ def test_the_disk_tier_has_a_codec(tmp_path: Path) -> None:
     assert "did you mean ebp" in done.stderr
 
 
+def test_the_redis_tier_beside_a_client_and_a_bare_socket(tmp_path: Path) -> None:
+    small = ("--runs", "1", "--sizes", "64KiB,1MiB", "--walk", "4MiB", "--json")
+    for scenario, bare in (("redis.set", "raw_set"), ("redis.get", "raw_get")):
+        done = bench(tmp_path, "--scenario", scenario, *small)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [(line["params"]["nbytes"], line["params"]["batch"]) for line in lines] == [
+            (64 << 10, 1), (64 << 10, 32), (1 << 20, 1), (1 << 20, 32)
+        ]  # fmt: skip
+        for line in lines:
+            assert set(line) == FIELDS
+            assert set(line["ratios"]) == {bare, "redis_py"}
+            assert line["verified"] is True
+
+
 def test_an_unknown_scenario_is_refused_by_name(tmp_path: Path) -> None:
     done = bench(tmp_path, "--scenario", "store.saves.dram")
     assert done.returncode == 2

@@ -110,7 +110,7 @@ GROUPS: dict[str, Group] = {
     ),
     "store": Group(
         name="store",
-        summary="blocks saved, found, loaded and evicted, in memory, on disk and through a daemon",
+        summary="blocks saved, found, loaded and evicted, in memory, on disk, through a daemon and in Redis",
         scenarios=(
             "store.save.dram",
             "store.load.dram",
@@ -121,6 +121,8 @@ GROUPS: dict[str, Group] = {
             "store.restart",
             "daemon.save",
             "daemon.load",
+            "redis.set",
+            "redis.get",
         ),
         runner="kvferry.bench.scenarios.store:run",
     ),

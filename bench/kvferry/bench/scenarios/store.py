@@ -35,6 +35,8 @@ SCENARIOS = {
     "store.write.disk": "store_disk:run_write",
     "store.read.disk": "store_disk:run_read",
     "store.restart": "store_restart:run_restart",
+    "redis.set": "store_redis:run_set",
+    "redis.get": "store_redis:run_get",
 }
 DAEMON_SCENARIOS = {
     "daemon.save": "store_daemon:run_save",
@@ -43,6 +45,7 @@ DAEMON_SCENARIOS = {
 """What is measured with ``--url``, and only then."""
 _DAEMON_SIZES = "64KiB,1MiB,4MiB"
 _ALL = {**SCENARIOS, **DAEMON_SCENARIOS}
+_BY_DEFAULT = tuple(name for name in SCENARIOS if not name.startswith("redis."))  # which need a server
 _LOOKUP_ENTRIES = 1_000_000
 _RESTART_ENTRIES = 100_000
 
@@ -67,7 +70,7 @@ class StoreOptions:
         checksum: Of frames to and from a daemon: ``xxh3`` or ``off``.
     """
 
-    scenarios: tuple[str, ...] = tuple(SCENARIOS)
+    scenarios: tuple[str, ...] = _BY_DEFAULT
     sizes: tuple[int, ...] = (1 << 20,)
     runs: int = MIN_RUNS
     warmup: int = 1
@@ -104,7 +107,7 @@ class StoreOptions:
             block_spec(nbytes)
         directory = str(options.param("dir", ""))
         return cls(
-            scenarios=(scenario,) if scenario else tuple(DAEMON_SCENARIOS if url else SCENARIOS),
+            scenarios=(scenario,) if scenario else tuple(DAEMON_SCENARIOS if url else _BY_DEFAULT),
             sizes=sizes,
             runs=options.runs,
             warmup=options.warmup,
