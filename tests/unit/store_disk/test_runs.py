@@ -203,6 +203,21 @@ def test_files_of_several_pieces_are_checked_in_each(make_tier: MakeTier, folder
     assert outcomes(read(tier, namespace, keys)) == [ReadOutcome.CORRUPT] * 3 + [HIT]
 
 
+def test_the_position_is_compared(make_tier: MakeTier, folder: Path) -> None:
+    """As the parent is: a file that names another one than was written is not this tier's."""
+    tier = make_tier()
+    namespace = opened(tier, SPEC)
+    keys = chain(namespace, 1, 3)
+    write(tier, namespace, keys)
+    path = next(folder.rglob(f"{keys[1].hex()}.safetensors"))
+    content = path.read_bytes()
+    assert content.count(b'"position":"000000000001"') == 1
+    path.write_bytes(content.replace(b'"position":"000000000001"', b'"position":"000000000007"'))
+    results = read(tier, namespace, keys)
+    assert outcomes(results) == [HIT, ReadOutcome.CORRUPT, HIT]
+    assert results[1].reason == "the position in the header is 7, it was stored with 1"
+
+
 def test_nothing_is_begun_after_the_deadline_or_the_end(tmp_path: Path, kernel: str) -> None:
     runs = file_runs()
     if kernel == "python" or runs is None:

@@ -177,7 +177,7 @@ def _judge(
             if isinstance(found, Decoded):
                 return _useless(state, entry, found), None
             stored = found
-        _compare_parents(block, entry, stored)
+        _compare_places(block, entry, stored)
         if not entry.verified:
             state.index.learn(entry, stored.parent, stored.position, stored.encoding)
     except CorruptBlockError as error:
@@ -216,11 +216,15 @@ def _read_file(
                 raise
 
 
-def _compare_parents(block: BlockRead, entry: DiskEntry, stored: Stored) -> None:
+def _compare_places(block: BlockRead, entry: DiskEntry, stored: Stored) -> None:
     if UNKNOWN_PARENT != block.parent != stored.parent:
         raise CorruptBlockError("the parent in the header is not the one asked for")
     if entry.verified and entry.parent != stored.parent:
         raise CorruptBlockError("the parent in the header is not the one that it was stored with")
+    if entry.verified and entry.position != stored.position:
+        raise CorruptBlockError(
+            f"the position in the header is {stored.position}, it was stored with {entry.position}"
+        )
 
 
 def _corrupt(state: DiskState, entry: DiskEntry, reason: str) -> ReadResult:
