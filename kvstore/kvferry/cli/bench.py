@@ -58,6 +58,21 @@ PeerUrl = Annotated[
 ServeUrl = Annotated[
     Text, typer.Option(metavar="URL", help="Be that peer, until stopped, as on tcp://0.0.0.0:8470.")
 ]
+TierCodec = Annotated[
+    Text,
+    typer.Option(
+        "--codec",
+        metavar="TEXT",
+        help="Codec of the disk tier, such as ebp; blocks then hold normal values. [default: off]",
+    ),
+]
+DaemonUrl = Annotated[
+    Text,
+    typer.Option(
+        metavar="unix:auto|tcp:auto|URL",
+        help="Measure a cache daemon: auto starts one, else one that runs there.",
+    ),
+]
 
 
 @app.callback()
@@ -137,21 +152,8 @@ def store(
     direct: Annotated[
         Text, typer.Option(metavar="auto|on|off", help="O_DIRECT of the disk tier. [default: auto]")
     ] = None,
-    tier_codec: Annotated[
-        Text,
-        typer.Option(
-            "--codec",
-            metavar="TEXT",
-            help="Codec of the disk tier, such as ebp; blocks then hold normal values. [default: off]",
-        ),
-    ] = None,
-    url: Annotated[
-        Text,
-        typer.Option(
-            metavar="unix:auto|tcp:auto|URL",
-            help="Measure a cache daemon: auto starts one, else one that runs there.",
-        ),
-    ] = None,
+    tier_codec: TierCodec = None,
+    url: DaemonUrl = None,
     checksum: Annotated[
         Text, typer.Option(metavar="xxh3|off", help="Of frames to and from a daemon. [default: xxh3]")
     ] = None,
