@@ -47,6 +47,7 @@ _BUSY_TICK_S: Final = 0.1
 _FLUSH_S: Final = 1.0
 _TIMEOUTS_TO_LEAVE: Final = 2
 _IDLE_CONNECTION_S: Final = 10.0
+_GROW_PAUSE_S: Final = 1.0
 
 
 class Ending(Protocol):
@@ -162,6 +163,7 @@ class Link:
         self._lost = False
         self._epoch = ""
         self._away_until = 0.0
+        self._grow_after = 0.0
         self._away_reason = ""
         self._pause_s = 0.0
         self._timeouts = 0
@@ -247,7 +249,7 @@ class Link:
                 now = time.monotonic()
                 if now < self._away_until:
                     raise self._unavailable()
-                if not self._connecting and self._open < self.options.max_connections:
+                if not self._connecting and self._may_grow(now):
                     self._connecting = True
                     break
                 if now >= deadline:
@@ -255,22 +257,35 @@ class Link:
                         f"{self.url}: all {self._open} connections were in use until the deadline "
                         "(max_connections)"
                     )
-                self._cond.wait(time_left(deadline))
-        return self._connect(deadline)
+                self._cond.wait(
+                    time_left(min(deadline, self._grow_after) if now < self._grow_after else deadline)
+                )
+        return self._connect(deadline) or self._acquire(deadline)
 
-    def _connect(self, deadline: float) -> Line:
+    def _may_grow(self, now: float) -> bool:
+        """Whether a connection may be made beside those that there are; the first always may."""
+        return not self._open or (self._open < self.options.max_connections and now >= self._grow_after)
+
+    def _connect(self, deadline: float) -> Line | None:
+        """A new connection; ``None`` if the daemon gives no further one, but others are there."""
         limit = min(deadline, deadline_in(self.options.connect_timeout_s))
         try:
             channel = Channel.connect(self.url, self._channel_options, limit)
         except BaseException as error:
             with self._cond:
                 self._connecting = False
-                if isinstance(error, KVFerryError):
+                others = self._open > 0
+                if isinstance(error, KVFerryError) and others:
+                    self._grow_after = time.monotonic() + _GROW_PAUSE_S
+                elif isinstance(error, KVFerryError):
                     self._leave(str(error))
                 self._cond.notify_all()
-            if isinstance(error, KVFerryError):
-                raise self._unavailable() from error
-            raise
+            if not isinstance(error, KVFerryError):
+                raise
+            if others:
+                log.info("%s: %d connections have to do: %s", self.url, self._open, error)
+                return None
+            raise self._unavailable() from error
         line = Line(self, channel, self.options.share_memory and can_share_arena(channel))
         with self._cond:
             self._connecting = False

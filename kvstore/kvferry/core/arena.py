@@ -402,11 +402,17 @@ class ArenaMap:
 
         Args:
             words: Segment, offset and generation of each.
+
+        Raises:
+            StoreError: If one lies in no segment that is mapped here.
         """
         segments = self._segments
-        for at in range(0, len(words), 3):
-            if segments[words[at]].generations[words[at + 1] // PAGE_NBYTES] != words[at + 2]:
-                return at // 3
+        try:
+            for at in range(0, len(words), 3):
+                if segments[words[at]].generations[words[at + 1] // PAGE_NBYTES] != words[at + 2]:
+                    return at // 3
+        except (KeyError, IndexError) as error:
+            raise StoreError(f"slot {words[at : at + 3]} lies in no segment that is mapped here") from error
         return None
 
     def close(self) -> None:

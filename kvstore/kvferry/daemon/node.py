@@ -7,6 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierError, UnknownPluginError
 from kvferry.core.process import listening
@@ -98,6 +100,24 @@ class Daemon:
     def stores(self) -> dict[str, TieredStore]:
         """The store of each tenant."""
         return {DEFAULT_TENANT: self._store}
+
+    def status(self) -> dict[str, object]:
+        """How it stands, as plain JSON values: nothing secret, no names of keys."""
+        active = self.sessions.active
+        return {
+            "addresses": self.addresses,
+            "epoch": self._store.arena.epoch,
+            "uptime_s": time.monotonic() - self.started_at,
+            "draining": self.draining,
+            "connections": self.connections,
+            "requests": self.work.total,
+            "sessions": [
+                {"session": s.name, "tenant": s.tenant, "connections": s.connections, "leases": s.lease_count}
+                for s in active
+            ],
+            "sessions_left_behind": self.sessions.left_behind,
+            "tenants": {name: msgspec.to_builtins(store.stats()) for name, store in self.stores.items()},
+        }
 
     def tenant_of(self, channel: Channel) -> str:
         """Whose blocks a connection may see: follows from its credential, never from the client's word.

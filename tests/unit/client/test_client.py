@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import mmap
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def test_two_clients_share_blocks_and_nothing_else(start: Start) -> None:
         assert one.find_lease(lease.lease_id) is None
         one.close()
         lease.check()
+        wait_until(lambda: len(daemon.sessions.active) == 1)
+        status: Any = json.loads(json.dumps(daemon.status()))
+        assert status["sessions"] == [
+            {"session": other.session, "tenant": "default", "connections": 1, "leases": 1}
+        ]
+        assert status["tenants"]["default"]["entries"] == 3
         assert stats(daemon).leases == 1
     wait_until(lambda: stats(daemon).leases == 0)
     assert not daemon.sessions.active
@@ -157,6 +164,19 @@ def test_one_at_a_time_tries_to_connect(tmp_path: Path) -> None:
         assert hits == [0] * 64
         assert time.monotonic() - started < 5
         assert client.link.connections == 0
+
+
+def test_a_daemon_that_gives_no_further_connection_is_not_away(start: Start) -> None:
+    """One connection has to do for all calls: they take turns."""
+    daemon = start("wire.max_connections=1")
+    with Client(daemon.addresses[0]) as client, ThreadPoolExecutor(4) as pool:
+        ns = client.namespace(SPEC)
+        keys = ns.keys([1] * SPEC.block_tokens)
+        save_blocks(ns, keys)
+        hits = list(pool.map(lambda _: ns.lookup(keys).prefix, range(200)))
+        assert hits == [1] * 200
+        assert not client.away
+        assert client.link.connections == 1
 
 
 def test_a_read_only_arena_cannot_be_mapped_writable(start: Start) -> None:
