@@ -1,0 +1,78 @@
+"""Frames that no client sends, against a live daemon: it refuses them, says so in few lines, and goes on."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry import transports
+from kvferry.client import Client, ClientOptions
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import KVFerryError
+from kvferry.core.spec import KeyScope
+from kvferry.testing.blocks import save_blocks, small_spec
+from kvferry.testing.daemon_frames import daemon_frames
+from kvferry.testing.processes import Command
+from kvferry.wire import ChannelOptions, WireProtocol
+from kvferry.wire.protocol import Side
+
+SPEC = small_spec("fuzz")
+
+
+def rss_nbytes(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * 4096  # without shared pages: those are the blocks'
+
+
+def send_mutated(address: str, rng: random.Random, frames: list[bytes]) -> None:
+    """One connection: a handshake, then frames with bytes of theirs changed, until the daemon has enough."""
+    options = ChannelOptions(role="client", session="fuzz", checksum=False)
+    connection = transports.connect(address, deadline_in(10))
+    try:
+        protocol: WireProtocol = options.protocol(Side.CLIENT, address)
+        connection.send([protocol.encode(options.hello(time.monotonic()))], deadline_in(10))
+        for _ in range(rng.randrange(1, 6)):
+            data = bytearray(rng.choice(frames))
+            for _ in range(rng.randrange(4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            connection.send([bytes(data)], deadline_in(10))
+    except KVFerryError:
+        pass  # it has hung up
+    finally:
+        connection.abort()
+
+
+@pytest.mark.parametrize("rounds", [300, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_mutated_frames(tmp_path: Path, rounds: int) -> None:
+    rng = random.Random(6)
+    plain = WireProtocol(Side.CLIENT, checksum=False)
+    server = WireProtocol(Side.SERVER, checksum=False)
+    options = ChannelOptions(role="client", session="fuzz", checksum=False)
+    hello = plain.encode(options.hello(0.0))
+    while hello:
+        taken, hello = hello[: server.wanted], hello[server.wanted :]
+        server.receive(taken)
+    welcome = server.encode(options.welcome(server, 0.0, 0.0))
+    while welcome:
+        taken, welcome = welcome[: plain.wanted], welcome[plain.wanted :]
+        plain.receive(taken)
+    frames = [plain.encode(m, len(data), 7) + data for m, data in daemon_frames(SPEC, KeyScope())]
+    words = ("serve", "--socket", f"{tmp_path}/d.sock", "--capacity", "4MiB", "--disk", "none")
+    with Command(*words, "--set", "daemon.listen=none", "--set", "wire.checksum=false") as daemon:
+        address = daemon.wait_ready()["listen"]
+        with Client(address, ClientOptions(checksum=False)) as client:
+            ns = client.namespace(SPEC)
+            keys = ns.keys([1] * 3 * SPEC.block_tokens)
+            save_blocks(ns, keys)
+            before = rss_nbytes(daemon.process.pid)
+            for _ in range(rounds):
+                send_mutated(address, rng, frames)
+            assert ns.lookup(keys).prefix == 3
+            assert rss_nbytes(daemon.process.pid) - before < 32 << 20
+            assert client.counters.reconnects == 0
+        assert daemon.terminate() == 0
+        assert "Traceback" not in daemon.err
+        assert len(daemon.err.splitlines()) < 60 + rounds // 50
