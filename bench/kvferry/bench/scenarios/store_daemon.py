@@ -174,22 +174,34 @@ def _params(nbytes: int, batch: int, options: StoreOptions, **more: Param) -> di
 
 
 @contextlib.contextmanager
-def _opened(options: StoreOptions, nbytes: int, batch: int) -> Iterator[_Blocks]:
-    capacity = 2 * options.walk_nbytes + 2 * max(options.walk_nbytes, nbytes * batch) + _SLACK_NBYTES
+def _client(options: StoreOptions) -> Iterator[Client]:
+    """A client of one daemon, which has room for every size."""
+    largest = max(options.walk_nbytes, *options.sizes)
+    capacity = 2 * options.walk_nbytes + 2 * largest + _SLACK_NBYTES
     client_options = ClientOptions(checksum=options.checksum != "off", call_timeout_s=_WAIT_S)
     with _daemon(options, capacity) as url, Client(url, client_options) as client:
         if client.away:
             raise KVFerryError(f"there is no daemon at {url}: {client.away}")
-        yield _Blocks(client, nbytes, batch, options)
+        yield client
+
+
+@contextlib.contextmanager
+def _blocks(client: Client, nbytes: int, batch: int, options: StoreOptions) -> Iterator[_Blocks]:
+    """Blocks of one size, which make room for the next at the end."""
+    blocks = _Blocks(client, nbytes, batch, options)
+    try:
+        yield blocks
+    finally:
+        blocks.namespace.clear()
 
 
 def run_save(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     """Saves, one copy each on one machine."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _client(options) as client:
         beside = _Beside(options, stack)
         for nbytes in options.sizes:
             for batch in sorted({1, max(1, min(_BATCH_NBYTES, options.walk_nbytes // 2) // nbytes)}):
-                with _opened(options, nbytes, batch) as blocks:
+                with _blocks(client, nbytes, batch, options) as blocks:
                     others = beside.of(nbytes, batch, blocks.calls, "save")
                     samples = run_paired(
                         {"subject": blocks.save, **others}, runs=options.runs, warmup=options.warmup,
@@ -205,11 +217,11 @@ def run_save(options: StoreOptions, progress: Progress) -> Iterator[Result]:
 
 def run_load(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     """Loads: of addresses alone where nothing is copied, and with every byte read."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _client(options) as client:
         beside = _Beside(options, stack)
         for nbytes in options.sizes:
             for batch in sorted({1, max(1, min(_LOAD_BATCH, options.walk_nbytes // nbytes))}):
-                with _opened(options, nbytes, batch) as blocks:
+                with _blocks(client, nbytes, batch, options) as blocks:
                     for touch in ("none", "all"):
                         yield _loads(options, blocks, beside, touch, progress)
 
