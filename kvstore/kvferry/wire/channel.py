@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from xxhash import xxh3_64
-
 from kvferry import transports
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
 from kvferry.core.clock import deadline_in, earliest, is_past, time_left
@@ -26,7 +24,6 @@ from kvferry.transports.base import Connection, SharedMemoryConnection
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import Failure, Hello, Message, Welcome
 from kvferry.wire.options import ChannelOptions, Peer
-from kvferry.wire.payload import PIECE_NBYTES, hash_into, pieces_of
 from kvferry.wire.protocol import DESCRIPTOR_TYPES, Side, State, WireProtocol, printable
 from kvferry.wire.reader import FrameReader
 
@@ -272,28 +269,13 @@ class Channel:
         head = self._protocol.encode(message, total_nbytes(views) if views else 0, request_id)
         try:
             if views and self._protocol.checksum:
-                self._send_hashed(head, views, deadline)
+                self._connection.send_hashed(head, views, deadline)
             else:
                 self._connection.send([head, *views], deadline)
         except BaseException:
             self._frame_failed()
             raise
         self._last_activity = time.monotonic()
-
-    def _send_hashed(self, head: bytes, views: list[memoryview], deadline: float) -> None:
-        digest = xxh3_64(head)
-        parts, last = [head], views
-        if total_nbytes(views) > PIECE_NBYTES:
-            last = []
-            for piece in pieces_of(views):
-                if last:
-                    self._connection.send([*parts, *last], deadline)
-                    hash_into(digest, last)
-                    parts = []
-                last = piece
-        # The last piece is hashed first, so that it leaves together with the trailer.
-        hash_into(digest, last)
-        self._connection.send([*parts, *last, self._protocol.trailer(digest.intdigest())], deadline)
 
     # ---- receiving ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvferry.core.buffers import as_bytes_view
 from kvferry.core.errors import ProtocolError
-from kvferry.wire.payload import PIECE_NBYTES, pieces_of, scratch_pieces
+from kvferry.wire.payload import scratch_pieces
 from kvferry.wire.protocol import MessageReceived
 
 __all__ = ["Incoming", "PayloadSource"]
@@ -80,8 +80,7 @@ class Incoming:
                 f"{self._channel.address}: payload of {type(self.message).__name__} has "
                 f"{self.payload_nbytes} bytes, to be received into {nbytes} writable ones"
             )
-        in_pieces = nbytes > PIECE_NBYTES and self.event.has_trailer
-        self._take(pieces_of(flat) if in_pieces else (flat,), deadline)
+        self._take((flat,), deadline)
 
     def discard(self, deadline: float) -> None:
         """Receive the payload and drop it; does nothing if there is none or it was taken already.

@@ -13,7 +13,7 @@ import struct
 from typing import Final, NamedTuple, TypeAlias, cast
 
 import msgspec
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.errors import ProtocolError
@@ -161,8 +161,8 @@ class WireProtocol:
         self._phase = _AT_HEADER
         self._have = bytearray()
         self._header: _Header | None = None
-        self.hasher = xxh3_64()
-        """Has header and meta of the frame whose payload is due; who receives the payload adds it."""
+        self.head = b""
+        """Header and meta of the frame whose payload is due, if it has a trailer, which covers them."""
         self.head_nbytes = HEADER_NBYTES
         """Bytes of the last message received, up to its payload: those of the next are often as many."""
 
@@ -325,7 +325,7 @@ class WireProtocol:
         if payload_nbytes:
             self._phase = _AT_PAYLOAD
             if flags:
-                self.hasher = xxh3_64(head)
+                self.head = bytes(head)
         elif flags:
             end += TRAILER_NBYTES
         self.head_nbytes = end
@@ -337,12 +337,11 @@ class WireProtocol:
             raise ProtocolError("no payload is due")
         self._phase = _AT_TRAILER if self._flags else _AT_HEADER
 
-    def trailer_taken(self, data: memoryview) -> int:
-        """Take the whole trailer; the checksum in it."""
+    def trailer_taken(self) -> None:
+        """Tell that the whole trailer was received and compared; the next frame is wanted now."""
         if self._phase is not _AT_TRAILER or self._have:
             raise ProtocolError("no trailer is due")
         self._phase = _AT_HEADER
-        return int(_TRAILER.unpack(data)[0])
 
     def _advance(self) -> Event | None:
         have = self._have
@@ -359,7 +358,8 @@ class WireProtocol:
             return self._parse_message(self._header, memoryview(have))
         if self._phase is _AT_TRAILER and len(have) == TRAILER_NBYTES:
             self._have = bytearray()
-            return TrailerReceived(self.trailer_taken(memoryview(have)))
+            self._phase = _AT_HEADER
+            return TrailerReceived(int(_TRAILER.unpack(have)[0]))
         return None
 
     def _parse_header(self, data: memoryview | bytearray) -> _Header:
@@ -387,7 +387,7 @@ class WireProtocol:
         name, flags = NAMES[header.cls], self._flags
         head = data[: HEADER_NBYTES + header.meta_nbytes]
         if flags and header.payload_nbytes:
-            self.hasher = xxh3_64(head)
+            self.head = bytes(head)
         elif flags:
             found, sent = xxh3_64_intdigest(head), _TRAILER.unpack_from(data, len(head))[0]
             if found != sent:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from xxhash import xxh3_64, xxh3_64_intdigest
+
 from kvferry.core.errors import TransferTimeoutError
 from kvferry.transports.base import Connection
 from kvferry.wire.payload import damaged
@@ -125,14 +127,39 @@ class FrameReader:
         if end + event.has_trailer * TRAILER_NBYTES <= self._last:  # all of it is here already
             self._copy_payload(event, pieces, first, end)
             return
-        if not event.has_trailer:
-            for piece in pieces:
-                views = self._fill(piece) if self._first < self._last else piece
-                if views:
-                    self._connection.recv_into(views, deadline)
-            self._protocol.payload_taken()
+        if event.has_trailer:
+            if isinstance(pieces, tuple) and len(pieces) == 1:
+                self._receive_hashed(event, pieces[0], deadline)
+            else:
+                self._receive_pieces(event, pieces, deadline)
             return
-        trailer, hasher = memoryview(bytearray(TRAILER_NBYTES)), self._protocol.hasher
+        for piece in pieces:
+            views = self._fill(piece) if self._first < self._last else piece
+            if views:
+                self._connection.recv_into(views, deadline)
+        self._protocol.payload_taken()
+
+    def _receive_hashed(self, event: MessageReceived, views: list[memoryview], deadline: float) -> None:
+        """Fill ``views``, the whole payload, and take the trailer."""
+        protocol, start, first = self._protocol, self._protocol.head, self._first
+        nbytes = event.payload_nbytes - (self._last - first)
+        if nbytes <= 0:  # only bytes of the trailer are missing
+            self._receive_pieces(event, [views], deadline)
+            return
+        if first < self._last:
+            start += self._ahead[first : self._last]
+            views = self._fill(views)
+        found, sent = self._connection.recv_hashed(start, views, deadline)
+        protocol.payload_taken()
+        protocol.trailer_taken()
+        if sent != found:
+            raise damaged(self._connection.peer_address, event, found, sent)
+
+    def _receive_pieces(
+        self, event: MessageReceived, pieces: Iterable[list[memoryview]], deadline: float
+    ) -> None:
+        """Fill ``pieces``, whose places may be the same over and over, and take the trailer."""
+        trailer, hasher = memoryview(bytearray(TRAILER_NBYTES)), xxh3_64(self._protocol.head)
         left = event.payload_nbytes
         for piece in pieces:
             left -= sum(map(len, piece))
@@ -144,7 +171,8 @@ class FrameReader:
             for view in piece:
                 hasher.update(view)
         self._protocol.payload_taken()
-        sent = self._protocol.trailer_taken(trailer)
+        self._protocol.trailer_taken()
+        sent = int.from_bytes(trailer, "little")
         if sent != hasher.intdigest():
             raise damaged(self._connection.peer_address, event, hasher.intdigest(), sent)
 
@@ -156,9 +184,10 @@ class FrameReader:
         protocol.payload_taken()
         self._first = end
         if event.has_trailer:
-            protocol.hasher.update(ahead[first:end])
             self._first += TRAILER_NBYTES
-            sent, found = protocol.trailer_taken(ahead[end : self._first]), protocol.hasher.intdigest()
+            found = xxh3_64_intdigest(protocol.head + ahead[first:end])
+            protocol.trailer_taken()
+            sent = int.from_bytes(ahead[end : self._first], "little")
             if sent != found:
                 raise damaged(self._connection.peer_address, event, found, sent)
         for piece in pieces:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from kvferry.core import errors
+from kvferry.transports.hashed import PIECE_NBYTES
 from kvferry.wire import ChannelOptions, Limits
 from kvferry.wire import messages as m
-from kvferry.wire.payload import PIECE_NBYTES
 from kvferry.wire.protocol import PAYLOAD_TYPES, TYPE_NUMBERS, MessageReceived, Side, State, WireProtocol
 
 DOC = (Path(__file__).parents[3] / "docs" / "wire.md").read_text()

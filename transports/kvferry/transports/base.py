@@ -11,7 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvferry.core.buffers import Buf
+from xxhash import xxh3_64
+
+from kvferry.core.buffers import Buf, total_nbytes
+from kvferry.transports.hashed import HASH_NBYTES, PIECE_NBYTES, pieces_of
 
 __all__ = ["Connection", "Listener", "SharedMemoryConnection", "Transport"]
 
@@ -72,6 +75,56 @@ class Connection(ABC):
         self.recv_into([view[:minimum]], deadline)
         return minimum
 
+    def send_hashed(self, head: bytes, views: Sequence[memoryview], deadline: float) -> None:
+        """Send ``head``, then ``views``, then the xxh3_64 of all of them (8 bytes, little-endian).
+
+        Args:
+            head: At least one byte.
+            views: Flat.
+            deadline: By which everything was handed over.
+
+        Raises:
+            TransferTimeoutError: As :meth:`send`.
+            ConnectionClosedError: As :meth:`send`.
+        """
+        digest = xxh3_64(head)
+        parts: list[Buf] = [head]
+        last: Sequence[memoryview] = views
+        if total_nbytes(views) > PIECE_NBYTES:
+            last = []
+            for piece in pieces_of(views):
+                if last:
+                    self.send([*parts, *last], deadline)
+                    _hash_into(digest, last)
+                    parts = []
+                last = piece
+        # the last piece is hashed first, so that it leaves together with the hash
+        _hash_into(digest, last)
+        self.send([*parts, *last, digest.intdigest().to_bytes(HASH_NBYTES, "little")], deadline)
+
+    def recv_hashed(self, start: bytes, views: Sequence[memoryview], deadline: float) -> tuple[int, int]:
+        """Fill ``views``, as :meth:`recv_into` does, then take the 8 bytes behind them.
+
+        Args:
+            start: What came before the views, for the hash.
+            views: Flat, writable, at least one byte; no byte is in two of them.
+            deadline: By which it is done.
+
+        Returns:
+            The xxh3_64 of ``start`` and the views, and the one that came: who calls compares them.
+
+        Raises:
+            TransferTimeoutError: As :meth:`recv_into`.
+            ConnectionClosedError: As :meth:`recv_into`.
+        """
+        digest, sent = xxh3_64(start), memoryview(bytearray(HASH_NBYTES))
+        left = total_nbytes(views)
+        for piece in pieces_of(views):
+            left -= total_nbytes(piece)
+            self.recv_into(piece if left else [*piece, sent], deadline)
+            _hash_into(digest, piece)
+        return digest.intdigest(), int.from_bytes(sent, "little")
+
     @abstractmethod
     def wait_readable(self, deadline: float) -> bool:
         """Wait until bytes, or the end of the stream, are there; ``False`` at the deadline."""
@@ -86,6 +139,11 @@ class Connection(ABC):
     @abstractmethod
     def abort(self) -> None:
         """End the stream at once, dropping what was not delivered; safe from any thread."""
+
+
+def _hash_into(digest: xxh3_64, views: Sequence[memoryview]) -> None:
+    for view in views:
+        digest.update(view)
 
 
 class SharedMemoryConnection(Connection):

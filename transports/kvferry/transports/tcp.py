@@ -27,6 +27,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.units import parse_rate
 from kvferry.transports.base import Connection, Listener, Transport
+from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.ip import SockAddr, bind, dial, dialable_address, reason_of, tune, url_of
 from kvferry.transports.lanes import (
     LaneAssembler,
@@ -199,7 +200,7 @@ def _connection(sock: socket.socket, peer_url: str, rate: float | None) -> Socke
     try:
         tune(sock)
         local = url_of("tcp", sock.getsockname())
-        return SocketConnection(sock, local_address=local, peer_address=peer_url, rate=rate)
+        return HashedSocketConnection(sock, local_address=local, peer_address=peer_url, rate=rate)
     except BaseException:
         sock.close()
         raise

@@ -32,7 +32,8 @@ from kvferry.core.errors import (
 )
 from kvferry.core.log import LogLimiter
 from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
-from kvferry.transports.sockets import GuardedSocket, SocketConnection, poll_timeout_ms
+from kvferry.transports.hashed_socket import HashedSocketConnection
+from kvferry.transports.sockets import GuardedSocket, poll_timeout_ms
 from kvferry.transports.unix_options import UnixOptions, parse_unix
 from kvferry.transports.unix_path import SocketFile, bind_path, peer_credentials
 
@@ -48,6 +49,7 @@ _CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _PEEK: Final = int(socket.MSG_PEEK)
 _NOW: Final = int(socket.MSG_DONTWAIT)
+_ALL: Final = int(socket.MSG_WAITALL)
 # What a listener sends to a process that it does not let in, before anything else: this and a text.
 _REFUSED: Final = bytes.fromhex("00ff4b564659d5c41e0a7bb20d93e6f8")
 _MAX_REFUSAL_NBYTES: Final = 1024
@@ -197,7 +199,7 @@ class UnixListener(Listener):
             self._guard.leave()
 
 
-class UnixConnection(SocketConnection, SharedMemoryConnection):
+class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
     """A connection to a process of the same machine; see :class:`SharedMemoryConnection`.
 
     Descriptors go with a byte of their own, which says how many they are, at most 253 at a time. Those
@@ -211,6 +213,9 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
         rate: Bytes a second at which it sends; ``None`` for as fast as it goes.
         admitted: Whether the other end has no say any more in who connects.
     """
+
+    _receive_flags = _ALL | _CLOEXEC
+    _spin_s = 0.0
 
     def __init__(
         self,
@@ -227,7 +232,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
         self._direct = False
         self._credentials = credentials
-        self._admitted = admitted
+        self._admitted = self._receives_hashed = admitted
         self._room = 0  # for descriptors, in the call that receives
         self._taken: list[int] = []
 
@@ -327,6 +332,7 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
             reason = head[len(_REFUSED) :].decode(errors="replace")
             raise AuthError("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason))
         self._admitted = True
+        self._receives_hashed = self._spin_s == 0.0
 
     def _failed(self, error: OSError, doing: str) -> KVFerryError:
         if not self._admitted and not self._guard.closed:
@@ -357,8 +363,6 @@ class UnixConnection(SocketConnection, SharedMemoryConnection):
 
 class _SpinningConnection(UnixConnection):
     """Looks for bytes again and again for a while before it sleeps."""
-
-    _spin_s = 0.0
 
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
@@ -406,6 +410,7 @@ def _connection(
     )
     if isinstance(connection, _SpinningConnection):
         connection._spin_s = settings.spin_s
+        connection._receives_hashed = False
     return connection
 
 

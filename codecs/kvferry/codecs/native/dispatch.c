@@ -3,6 +3,7 @@
 #include "files.h"
 #include "hash.h"
 #include "kvc.h"
+#include "stream.h"
 
 #include <stdlib.h>
 
@@ -117,6 +118,22 @@ KVC_EXPORT void kvc_hash_update(kvc_hash *state, const uint8_t *data, size_t nby
     hash_update(state, data, nbytes, chosen());
 }
 KVC_EXPORT uint64_t kvc_hash_end(const kvc_hash *state) { return hash_end(state, chosen()); }
+
+// Frames with a checksum over a stream socket. The caller has set everything but the hash, which begins with `start`.
+KVC_EXPORT size_t kvc_stream_nbytes(void) { return sizeof(kvc_stream); }
+KVC_EXPORT int kvc_stream_send(kvc_stream *stream) {
+    hash_begin(&stream->hash);
+    return stream_send(stream, chosen());
+}
+KVC_EXPORT int kvc_stream_receive(kvc_stream *stream, const uint8_t *start, size_t nbytes) {
+    hash_begin(&stream->hash);
+    hash_update(&stream->hash, start, nbytes, chosen());
+    return stream_receive(stream, chosen());
+}
+KVC_EXPORT int kvc_stream_go_on(kvc_stream *stream, int sending) {
+    return sending ? stream_send(stream, chosen()) : stream_receive(stream, chosen());
+}
+KVC_EXPORT uint64_t kvc_stream_hash(const kvc_stream *stream) { return hash_end(&stream->hash, chosen()); }
 
 KVC_EXPORT size_t kvc_file_nbytes(void) { return sizeof(kvc_file); }
 KVC_EXPORT size_t kvc_turns_nbytes(void) { return sizeof(files_turns); }

@@ -1,0 +1,132 @@
+// Frames over a stream socket with their checksum, in one call: bytes are hashed right after they were copied to or
+// from the kernel, while they are in a cache. The socket blocks, with limits of its own; what has to be decided (a
+// deadline, a signal, a stream that ended) is decided in Python (kvferry.transports.hashed), which calls again.
+#ifndef KVC_STREAM_H
+#define KVC_STREAM_H
+
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include "hash.h"
+
+enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 64 };
+enum { STREAM_DONE = 0, STREAM_ENDED = -1, STREAM_STRAY = -2, STREAM_SHORT = -3 }; // else an errno; mirrored in hashed.py
+
+// One direction of a connection; mirrored in hashed.py.
+typedef struct {
+    const struct iovec *parts; // those of no bytes are allowed
+    uint64_t count;
+    uint64_t left;             // bytes of all parts that did not move yet
+    uint64_t index, offset;    // where they begin
+    double until;              // on CLOCK_MONOTONIC: no system call begins later, it could wait beyond the deadline
+    int32_t fd, flags;         // flags of the system call
+    uint32_t trailer_done;     // bytes of the trailer that moved
+    int32_t sealed;            // whether the trailer holds the hash of all parts
+    uint64_t trailer;
+    kvc_hash hash;
+} kvc_stream;
+
+// The next `most` bytes, or fewer if they are in many parts; how many.
+static uint64_t stream_window(const kvc_stream *s, struct iovec *window, int *number, uint64_t most) {
+    uint64_t index = s->index, offset = s->offset, nbytes = 0;
+    int n = 0;
+    for (; n < STREAM_PARTS && nbytes < most && index < s->count; index++, offset = 0) {
+        uint64_t take = s->parts[index].iov_len - offset;
+        if (take == 0) continue;
+        if (take > most - nbytes) take = most - nbytes;
+        window[n].iov_base = (uint8_t *)s->parts[index].iov_base + offset;
+        window[n++].iov_len = take;
+        nbytes += take;
+    }
+    *number = n;
+    return nbytes;
+}
+
+// `nbytes` have moved: go on behind them, and hash them if asked.
+static void stream_advance(kvc_stream *s, uint64_t nbytes, int hashes, const kvc_kernels *k) {
+    s->left -= nbytes;
+    while (nbytes) {
+        const struct iovec *part = &s->parts[s->index];
+        uint64_t take = part->iov_len - s->offset;
+        if (take > nbytes) take = nbytes;
+        if (hashes) hash_update(&s->hash, (const uint8_t *)part->iov_base + s->offset, take, k);
+        s->offset += take;
+        nbytes -= take;
+        if (s->offset == part->iov_len) s->index++, s->offset = 0;
+    }
+}
+
+static int stream_late(const kvc_stream *s) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9 > s->until;
+}
+
+static void stream_add_trailer(kvc_stream *s, struct iovec *window, int *number) {
+    window[*number].iov_base = (uint8_t *)&s->trailer + s->trailer_done;
+    window[(*number)++].iov_len = sizeof s->trailer - s->trailer_done;
+}
+
+// Send all parts and their hash behind them.
+static int stream_send(kvc_stream *s, const kvc_kernels *k) {
+    struct iovec window[STREAM_PARTS + 1];
+    struct msghdr message = {.msg_iov = window};
+    while (s->left || s->trailer_done < sizeof s->trailer) {
+        int number = 0;
+        if (stream_late(s)) return STREAM_SHORT;
+        // the last bytes are hashed first, so that the hash leaves with them
+        uint64_t most = s->left <= STREAM_LAST || s->sealed ? s->left : s->left - STREAM_LAST;
+        if (most > STREAM_SEND_WINDOW) most = STREAM_SEND_WINDOW;
+        const uint64_t nbytes = stream_window(s, window, &number, most);
+        const int last = nbytes == s->left;
+        if (last && !s->sealed) {
+            for (int i = 0; i < number; i++) hash_update(&s->hash, window[i].iov_base, window[i].iov_len, k);
+            s->trailer = hash_end(&s->hash, k);
+            s->sealed = 1;
+        }
+        uint64_t wanted = nbytes;
+        if (last) {
+            stream_add_trailer(s, window, &number);
+            wanted += sizeof s->trailer - s->trailer_done;
+        }
+        message.msg_iovlen = (size_t)number;
+        const ssize_t sent = sendmsg(s->fd, &message, s->flags);
+        if (sent < 0) return errno;
+        const uint64_t moved = (uint64_t)sent < nbytes ? (uint64_t)sent : nbytes;
+        stream_advance(s, moved, !s->sealed, k);
+        s->trailer_done += (uint32_t)((uint64_t)sent - moved);
+        if ((uint64_t)sent < wanted) return STREAM_SHORT;
+    }
+    return STREAM_DONE;
+}
+
+// Fill all parts, hash them, and take the trailer behind them.
+static int stream_receive(kvc_stream *s, const kvc_kernels *k) {
+    struct iovec window[STREAM_PARTS + 1];
+    while (s->left || s->trailer_done < sizeof s->trailer) {
+        struct msghdr message = {.msg_iov = window};
+        int number = 0;
+        if (stream_late(s)) return STREAM_SHORT;
+        const uint64_t nbytes = stream_window(s, window, &number, STREAM_RECV_WINDOW);
+        uint64_t wanted = nbytes;
+        if (nbytes == s->left) {
+            stream_add_trailer(s, window, &number);
+            wanted += sizeof s->trailer - s->trailer_done;
+        }
+        message.msg_iovlen = (size_t)number;
+        const ssize_t got = recvmsg(s->fd, &message, s->flags);
+        if (got < 0) return errno;
+        const uint64_t moved = (uint64_t)got < nbytes ? (uint64_t)got : nbytes;
+        stream_advance(s, moved, 1, k);
+        s->trailer_done += (uint32_t)((uint64_t)got - moved);
+        if (message.msg_flags & MSG_CTRUNC) return STREAM_STRAY; // descriptors where none are due
+        if (got == 0) return STREAM_ENDED;
+        if ((uint64_t)got < wanted) return STREAM_SHORT;
+    }
+    return STREAM_DONE;
+}
+
+#endif

@@ -1,0 +1,100 @@
+"""A connection over one socket that moves bytes and their hash in one call of the native library."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from kvferry.core.errors import ConnectionClosedError, KVFerryError
+from kvferry.transports.hashed import AGAIN, ENDED, STRAY, HashedStream, hashed_stream
+from kvferry.transports.sockets import SocketConnection
+
+__all__ = ["HashedSocketConnection"]
+
+_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
+_ALL: Final = int(socket.MSG_WAITALL)
+
+
+class HashedSocketConnection(SocketConnection):
+    """As :class:`SocketConnection`; without the library, and at a rate, it does what any connection does."""
+
+    _receive_flags = _ALL
+    _receives_hashed = True
+    """Whether to receive is to call the socket, and nothing else."""
+
+    def __init__(
+        self, sock: socket.socket, *, local_address: str, peer_address: str, rate: float | None = None
+    ) -> None:
+        super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=rate)
+        self._outgoing: HashedStream | None = None  # made when first used: most lanes never do
+        self._incoming: HashedStream | None = None
+
+    def send_hashed(self, head: bytes, views: Sequence[memoryview], deadline: float) -> None:
+        """See :meth:`Connection.send_hashed`."""
+        stream = self._outgoing
+        if stream is None:
+            stream = self._outgoing = None if self._pacer is not None else hashed_stream()
+            if stream is None:
+                super().send_hashed(head, views, deadline)
+                return
+        guard = self._guard
+        guard.enter(self._name)
+        try:
+            limit, left = self._send_limit, deadline - time.monotonic()
+            if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
+                self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+                limit = self._send_limit
+            code = stream.send(guard.sock.fileno(), _NO_SIGNAL, head, views, deadline - limit)
+            while code:
+                if code not in AGAIN:
+                    raise self._failed(OSError(code, os.strerror(code)), "sending")
+                self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+                code = stream.go_on(deadline - self._send_limit, sending=True)
+        finally:
+            guard.leave()
+
+    def recv_hashed(self, start: bytes, views: Sequence[memoryview], deadline: float) -> tuple[int, int]:
+        """See :meth:`Connection.recv_hashed`."""
+        stream = self._incoming
+        if stream is None or not self._receives_hashed:
+            stream = self._incoming = hashed_stream() if self._receives_hashed else None
+            if stream is None:
+                return super().recv_hashed(start, views, deadline)
+        guard = self._guard
+        guard.enter(self._name)
+        try:
+            limit, left = self._recv_limit, deadline - time.monotonic()
+            if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
+                self._limit_wait(socket.SO_RCVTIMEO, deadline, "receiving")
+                limit = self._recv_limit
+            code = stream.receive(guard.sock.fileno(), self._receive_flags, start, views, deadline - limit)
+            while code:
+                if code not in AGAIN:
+                    raise self._broken(stream, code)
+                self._wait_more(stream, deadline)
+                code = stream.go_on(deadline - self._recv_limit, sending=False)
+            if guard.closed:
+                raise self._ended(*stream.progress)
+            return stream.hashes
+        finally:
+            guard.leave()
+
+    def _wait_more(self, stream: HashedStream, deadline: float) -> None:
+        got, wanted = stream.progress
+        if self._guard.closed:
+            raise self._ended(got, wanted)
+        self._limit_wait(socket.SO_RCVTIMEO, deadline, f"receiving, {got} of {wanted} bytes had come")
+
+    def _broken(self, stream: HashedStream, code: int) -> KVFerryError:
+        if self._guard.closed or code == ENDED:
+            return self._ended(*stream.progress)
+        if code == STRAY:
+            return self._truncated()
+        return self._failed(OSError(code, os.strerror(code)), "receiving")
+
+    def _truncated(self) -> KVFerryError:
+        """Control messages were cut off, which none but unix sockets have."""
+        return ConnectionClosedError(f"{self._name}: control messages came where none are due")
