@@ -38,7 +38,17 @@ def answer(client: Client, prompt: list[int]) -> int:
 def main() -> None:
     """Run two prompts with a common beginning."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["serve", "--socket", f"{folder}/d.sock", "--disk", f"{folder}/disk", "--capacity", "64MiB"]
+        words = [
+            "serve",
+            "--socket",
+            f"{folder}/d.sock",
+            "--disk",
+            f"{folder}/disk",
+            "--capacity",
+            "64MiB",
+            "--http",
+            "none",
+        ]
         command = [sys.executable, "-m", "kvferry.cli", *words, "--set", "daemon.listen=none"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
             assert daemon.stdout is not None

@@ -66,7 +66,16 @@ while True:
 
 def serve(folder: Path, *more: str) -> Command:
     return Command(
-        "serve", "--socket", f"{folder}/d.sock", "--capacity", "1MiB", "--set", "daemon.listen=none", *more
+        "serve",
+        "--socket",
+        f"{folder}/d.sock",
+        "--capacity",
+        "1MiB",
+        "--set",
+        "daemon.listen=none",
+        "--http",
+        "none",
+        *more,
     )
 
 

@@ -60,7 +60,17 @@ def test_mutated_frames(tmp_path: Path, rounds: int) -> None:
         taken, welcome = welcome[: plain.wanted], welcome[plain.wanted :]
         plain.receive(taken)
     frames = [plain.encode(m, len(data), 7) + data for m, data in daemon_frames(SPEC, KeyScope())]
-    words = ("serve", "--socket", f"{tmp_path}/d.sock", "--capacity", "4MiB", "--disk", "none")
+    words = (
+        "serve",
+        "--socket",
+        f"{tmp_path}/d.sock",
+        "--capacity",
+        "4MiB",
+        "--disk",
+        "none",
+        "--http",
+        "none",
+    )
     with Command(*words, "--set", "daemon.listen=none", "--set", "wire.checksum=false") as daemon:
         address = daemon.wait_ready()["listen"]
         with Client(address, ClientOptions(checksum=False)) as client:

@@ -22,7 +22,7 @@ SPEC = small_spec("serve")
 
 
 def serve(folder: Path, *more: str, environment: dict[str, str] | None = None) -> Command:
-    words = ["serve", "--socket", f"{folder}/d.sock", "--capacity", "8MiB"]
+    words = ["serve", "--socket", f"{folder}/d.sock", "--capacity", "8MiB", "--http", "none"]
     if "--listen" not in more:
         words += ["--set", "daemon.listen=none"]
     return Command(*words, *more, environment=environment)

@@ -53,6 +53,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "prefill": CommandEntry("kvferry.cli.engine:prefill", "Run a prefill worker.", "engine"),
     "decode": CommandEntry("kvferry.cli.engine:decode", "Run a decode worker.", "engine"),
     "serve": CommandEntry("kvferry.cli.serve:serve", "Run the cache daemon of this node."),
+    "status": CommandEntry("kvferry.cli.status:status", "Show what the daemon holds and does."),
     "inspect": CommandEntry("kvferry.cli.inspect:inspect", "Show, verify or mend what a disk tier holds."),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }

@@ -35,13 +35,18 @@ def serve(
         Optional[str],
         typer.Option("--disk-capacity", metavar="SIZE", help="What it may take. [daemon.disk_capacity]"),
     ] = None,
+    http: Annotated[
+        Optional[str],
+        typer.Option("--http", metavar="URL|none", help="Status, metrics and live page there. [daemon.http]"),
+    ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Run the cache daemon: it keeps blocks in memory and on disk for every engine of this node.
 
-    Without options: 1 GiB of memory, 16 GiB of disk in the cache folder, a socket for this machine and
-    `tcp://127.0.0.1:8450`. Prints one line `ready role=daemon listen='URL …' …` when it takes clients.
+    Without options: 1 GiB of memory, 16 GiB of disk in the cache folder, a socket for this machine,
+    `tcp://127.0.0.1:8450`, and a live page at `http://127.0.0.1:8451`.
+    Prints one line `ready role=daemon listen='URL …' …` when it takes clients.
     SIGTERM ends it in good order: what is under way is finished, and what is not on disk yet is written.
     A second one ends it at once.
     """
@@ -51,6 +56,7 @@ def serve(
         "store.dram_capacity": ("--capacity", capacity),
         "daemon.disk": ("--disk", disk),
         "daemon.disk_capacity": ("--disk-capacity", disk_capacity),
+        "daemon.http": ("--http", http),
     }
     loaded = load_and_log(config, sets, flags)
     from kvferry.daemon.main import run_daemon

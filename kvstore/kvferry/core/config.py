@@ -324,6 +324,16 @@ class DaemonConfig(Section):
     drain: Seconds = Field(
         default=10.0, ge=0.1, le=3600, description="For what is under way to end when it is stopped."
     )
+    http: Annotated[str | None, Url(8451, "http")] = Field(
+        default="http://127.0.0.1:8451",
+        description="Where it serves status, metrics and the live page, or none.",
+    )
+    token_file: str = Field(
+        default="auto",
+        min_length=1,
+        max_length=4096,
+        description="File with the token of admin requests: auto (beside the socket), or none.",
+    )
 
 
 class Config(Section):

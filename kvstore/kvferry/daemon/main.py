@@ -15,6 +15,7 @@ from kvferry.daemon.systemd import notify
 
 if TYPE_CHECKING:
     from kvferry.core.config import Config
+    from kvferry.daemon.http import DaemonHttp
 
 __all__ = ["raise_open_files", "run_daemon"]
 
@@ -32,7 +33,9 @@ def run_daemon(config: Config) -> None:
     stop = StopSignal()
     raise_open_files()
     daemon = Daemon(config)
+    http = None
     try:
+        http = _open_http(daemon)
         stop.begin()
         stats = daemon.store_of("default").stats()
         print_ready(
@@ -41,22 +44,35 @@ def run_daemon(config: Config) -> None:
             memory=format_nbytes(stats.capacity_nbytes).replace(" ", ""),
             tiers=",".join(stats.per_tier),
             arena=config.daemon.arena,
+            **({} if http is None else {"http": http.url}),
             pid=os.getpid(),
         )
         notify("READY=1", f"STATUS=serving on {' '.join(daemon.addresses)}", f"MAINPID={os.getpid()}")
-        stop.wait(_alive)
+        stop.wait(lambda: _alive(http))
         notify("STOPPING=1", "STATUS=draining")
         if not daemon.drain(deadline_in(config.daemon.drain)):
             log.warning("not all was done and written within daemon.drain (%g s)", config.daemon.drain)
     finally:
+        if http is not None:
+            http.close()
         daemon.close()
 
 
-def _alive() -> bool:
+def _open_http(daemon: Daemon) -> DaemonHttp | None:
+    if daemon.config.daemon.http is None:
+        return None
+    from kvferry.daemon.http import DaemonHttp
+
+    http = DaemonHttp(daemon, daemon.config.daemon.http)
+    http.start()
+    return http
+
+
+def _alive(http: DaemonHttp | None) -> bool:
     """Called once a second."""
     if "WATCHDOG_USEC" in os.environ:
         notify("WATCHDOG=1")
-    return True
+    return http is None or http.is_alive()
 
 
 def raise_open_files() -> None:

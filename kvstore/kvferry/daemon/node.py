@@ -13,6 +13,7 @@ from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierError, UnknownPluginError
 from kvferry.core.process import listening
 from kvferry.daemon.checks import listen_urls, store_config
+from kvferry.daemon.operations import Operations
 from kvferry.daemon.service import Service
 from kvferry.daemon.sessions import Sessions
 from kvferry.daemon.work import Work
@@ -44,6 +45,7 @@ class Daemon:
     Attributes:
         sessions: Who is connected, and what they hold.
         work: Requests under way.
+        operations: What requests have cost.
         draining: No new work is taken.
         lease_s: How long leases last.
         max_payload_nbytes: Most bytes in one answer.
@@ -59,6 +61,7 @@ class Daemon:
         self.config = config
         self.sessions = Sessions()
         self.work = Work()
+        self.operations = Operations()
         self.draining = False
         self.lease_s = store.lease
         self.max_payload_nbytes = config.wire.max_payload

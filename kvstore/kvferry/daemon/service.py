@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -72,6 +73,7 @@ class Service:
         self._offer = ArenaOffer(channel, store.arena, may_write=True)
         self._namespaces: list[MemoryNamespace] = []
         self._by_id: dict[bytes, int] = {}
+        self._moved = (0, 0)  # blocks and bytes of the request that is being answered
         self._session = node.sessions.join(channel, tenant, store)
         self._verbs: dict[type[Message], Callable[[Any], Reply]] = {
             d.OpenNamespace: self._open,
@@ -101,6 +103,17 @@ class Service:
             self._node.sessions.leave(self._session)
 
     def _answer(self, incoming: Incoming) -> None:
+        started, failed, self._moved = time.monotonic(), True, (0, 0)
+        try:
+            failed = not self._try_answer(incoming)
+        finally:
+            blocks, nbytes = self._moved
+            self._node.operations.done(
+                _verb(incoming.message), self._session.name, self._session.tenant,
+                seconds=time.monotonic() - started, blocks=blocks, nbytes=nbytes, failed=failed,
+            )  # fmt: skip
+
+    def _try_answer(self, incoming: Incoming) -> bool:
         message = incoming.message
         try:
             with self._node.work.under_way():
@@ -111,7 +124,7 @@ class Service:
                         self._session.abandon(message.abandoned)
                 if isinstance(message, AttachArena):
                     self._attach(incoming)
-                    return
+                    return True
                 reply = self._reply_to(incoming)
         except KVFerryError as error:
             if self._channel.closed or (isinstance(error, ProtocolError) and error.remote):
@@ -119,9 +132,10 @@ class Service:
             log.debug("%s: %s refused: %s", self._channel.address, type(message).__name__, error)
             incoming.discard(self._send_by(incoming.payload_nbytes))
             self._channel.send_failure(error, deadline=deadline_in(_SEND_S), request_id=incoming.request_id)
-            return
+            return False
         nbytes = sum(map(len, cast("Sequence[memoryview]", reply.payload)))
         self._channel.reply(incoming, reply.message, reply.payload, deadline=self._send_by(nbytes))
+        return True
 
     def _reply_to(self, incoming: Incoming) -> Reply:
         message = incoming.message
@@ -197,6 +211,7 @@ class Service:
             keys = keys[: self._node.max_payload_nbytes // max(1, namespace.block_nbytes)]
         self._session.expect(message.lease)
         lease = namespace.load(keys, deadline=deadline_in(message.timeout_s))
+        self._moved = (len(lease), len(lease) * namespace.block_nbytes)
         self._session.add(message.lease, lease)
         if message.inline:
             loaded = d.Loaded(blocks=len(lease), expires_at=_moment(lease))
@@ -250,6 +265,7 @@ class Service:
 
     def _commit(self, message: d.CommitBlocks, incoming: Incoming) -> Reply:
         lease = self._write_lease(message.lease)
+        self._moved = (len(lease), len(lease) * lease.spec.block_nbytes)
         if incoming.payload_nbytes:
             wanted = len(lease) * lease.spec.block_nbytes
             if incoming.payload_nbytes != wanted:
@@ -287,6 +303,7 @@ class Service:
                 "taken: reserve first, then send what is missing"
             )
         deadline = deadline_in(message.timeout_s)
+        self._moved = (len(keys), incoming.payload_nbytes)
         parent = None if message.parent is None else BlockKey(message.parent)
         with namespace.reserve(keys, parent=parent, deadline=deadline) as lease:
             with lease.writing():
@@ -340,6 +357,32 @@ class Service:
     def _poll(self, message: d.PollStore) -> Reply:
         del message
         return Reply(d.Completions(completions=tuple(self._session.store.poll())))
+
+
+def _verb(message: Message) -> str:
+    """What a request is called in figures: a closed list, whatever clients send."""
+    if isinstance(message, d.BlockVerb):
+        return message.verb
+    return _VERBS.get(type(message), "other")
+
+
+_VERBS: Final[dict[type[Message], str]] = {
+    d.OpenNamespace: "open",
+    d.LookupBlocks: "lookup",
+    d.LoadBlocks: "load",
+    d.ReserveBlocks: "reserve",
+    d.CommitBlocks: "commit",
+    d.SaveBlocks: "save",
+    d.EndLeases: "end_leases",
+    d.QuarantineLease: "quarantine",
+    d.RenewLease: "renew",
+    d.FindLease: "find_lease",
+    d.FlushStore: "flush",
+    d.GetStats: "stats",
+    d.PollStore: "poll",
+    AttachArena: "attach",
+    Ping: "ping",
+}
 
 
 def _moment(lease: SlotLease) -> float:

@@ -20,6 +20,12 @@ class Work:
         self.total = 0
         """Requests served so far."""
 
+    @property
+    def count(self) -> int:
+        """Requests under way."""
+        with self._changed:
+            return self._count
+
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Held while a request is served."""

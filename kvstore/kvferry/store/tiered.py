@@ -115,6 +115,7 @@ class TieredStore(MemoryStore):
         self._prefetching = 0
         self._prefetch_dropped = 0
         self._lost_told = 0
+        self._hits_at = dict.fromkeys([DRAM, *(level.name for level in self.levels)], 0)
         self._start()
 
     def _start(self) -> None:
@@ -159,15 +160,17 @@ class TieredStore(MemoryStore):
         ``pinned_nbytes`` includes blocks that are being copied to a slower tier.
         """
         found = super().stats()
-        if not found.per_tier or not self.levels:
+        if not found.per_tier:
             return found
         per_tier = {name: dict(values) for name, values in found.per_tier.items()}
         for level, writer in zip(self.levels, self._down.writers, strict=True):
             per_tier[level.name] = {
                 "queued_nbytes": float(writer.queued_nbytes),
                 "lost_blocks": float(writer.lost_blocks),
+                "hit_blocks": float(self._hits_at[level.name]),
                 **level.figures(),
             }
+        per_tier[DRAM]["hit_blocks"] = float(self._hits_at[DRAM])
         per_tier[DRAM]["prefetches_dropped"] = float(self._prefetch_dropped)
         return replace(found, per_tier=per_tier)
 
@@ -251,6 +254,11 @@ class TieredStore(MemoryStore):
         with self._lock:
             self._count_lookup(hit)
         return hit
+
+    def _count_lookup(self, hit: Hit) -> None:
+        super()._count_lookup(hit)
+        for name in self._hits_at:
+            self._hits_at[name] += hit.tiers.count(name)
 
     def _lookup_deadline(self) -> float:
         """Of a lookup in all tiers together, where the caller gave none."""

@@ -47,7 +47,7 @@ def _daemon(options: StoreOptions, capacity_nbytes: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
         tcp = options.url.startswith("tcp")
         words = [
-            "serve", "--disk", "none", "--capacity", str(capacity_nbytes), "--socket",
+            "serve", "--disk", "none", "--http", "none", "--capacity", str(capacity_nbytes), "--socket",
             "none" if tcp else f"{folder}/d.sock", "--set", f"wire.checksum={options.checksum != 'off'}",
             "--set", f"daemon.listen={'tcp://127.0.0.1:0' if tcp else 'none'}", "--set", "log.level=warning",
         ]  # fmt: skip

@@ -1,0 +1,120 @@
+"""Questions to a daemon's HTTP port, for the commands that show and change it."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import msgspec
+import typer
+
+from kvferry.core.address import parse_url
+from kvferry.core.errors import ConfigError, ConnectError, ProtocolError, RequestError
+
+if TYPE_CHECKING:
+    from kvferry.daemon.status import DaemonStatus
+
+__all__ = ["Port", "UrlOption"]
+
+_TIMEOUT_S = 15.0
+_MOST_NBYTES = 64 << 20
+
+UrlOption = Annotated[
+    Optional[str],  # noqa: UP045  typer evaluates it
+    typer.Option("--url", metavar="URL", help="The daemon's HTTP port. [default: daemon.http]"),
+]
+
+
+class _Refused(msgspec.Struct):
+    code: str = ""
+    message: str = ""
+
+
+class _RefusedBody(msgspec.Struct):
+    error: _Refused
+
+
+class Port:
+    """The HTTP port of a daemon; each question is a connection of its own.
+
+    Args:
+        url: ``http://host:port``.
+
+    Raises:
+        ConfigError: If that is no such address.
+    """
+
+    def __init__(self, url: str) -> None:
+        address = parse_url(url, default_scheme="http", default_port=8451)
+        if address.scheme != "http" or not address.port:
+            raise ConfigError(f"{url} must be http://host:port, as the daemon's ready line has it")
+        self.url = address.url
+        self._host, self._port = address.host, address.port
+
+    @classmethod
+    def of(cls, url: str | None, config: str | None) -> Port:
+        """The port that a command was told, or that of the configuration.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        if url is None:
+            from kvferry.core.config_sources import load_config
+
+            url = load_config(config).config.daemon.http
+            if url is None:
+                raise ConfigError("daemon.http is none: say with --url where the daemon's HTTP port is")
+        return cls(url)
+
+    def status(self) -> DaemonStatus:
+        """The daemon's status.
+
+        Raises:
+            ConnectError: If nobody answers.
+            ProtocolError: If the answer is no status.
+        """
+        from kvferry.daemon.status import DaemonStatus
+
+        return self._decoded(self.ask("GET", "/status"), DaemonStatus)
+
+    def _decoded(self, body: bytes, kind: type[DaemonStatus]) -> DaemonStatus:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(
+                f"{self.url} is no kvferry daemon of this version: {error}", remote=True
+            ) from error
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        """One question; the body of its answer.
+
+        Raises:
+            ConnectError: If nobody answers.
+            RequestError: If the answer is a refusal; with its reason.
+        """
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+        try:
+            connection.request(method, path, body or None, dict(headers or {}))
+            answer = connection.getresponse()
+            data = answer.read(_MOST_NBYTES)
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise ConnectError(
+                f"no daemon answers at {self.url}: {reason}; start one with kvferry serve, or say with --url "
+                "where its HTTP port is"
+            ) from error
+        finally:
+            connection.close()
+        if answer.status >= 400:
+            raise RequestError(f"{self.url}{path} refused it ({answer.status}): {_reason(data)}")
+        return data
+
+
+def _reason(data: bytes) -> str:
+    try:
+        return msgspec.json.decode(data, type=_RefusedBody).error.message
+    except msgspec.DecodeError:
+        return data[:200].decode(errors="replace")

@@ -1,0 +1,109 @@
+"""``kvferry status``: what a daemon holds and does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvferry.cli.daemon_http import Port, UrlOption
+from kvferry.cli.options import ConfigFile, Json
+from kvferry.cli.output import print_json, print_table, say
+from kvferry.core.units import format_nbytes
+
+if TYPE_CHECKING:
+    from kvferry.daemon.status import DaemonStatus, TierStatus
+
+__all__ = ["seconds", "share", "status", "tier_state"]
+
+
+def status(*, url: UrlOption = None, json: Json = False, config: ConfigFile = None) -> None:
+    """Show what the daemon of this node holds and does: tiers, clients, requests, recent faults.
+
+    With `--json` it prints the whole status as one object, as `/status` of its HTTP port has it.
+    """
+    found = Port.of(url, config).status()
+    if json:
+        print_json(msgspec.to_builtins(found))
+    else:
+        _show(found)
+
+
+def seconds(value: float) -> str:
+    """A time for people."""
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} µs"
+    if value < 1:
+        return f"{value * 1e3:.1f} ms"
+    if value < 120:
+        return f"{value:.1f} s"
+    if value < 7200:
+        return f"{value / 60:.0f} min"
+    return f"{value / 3600:.1f} h"
+
+
+def share(part: float, whole: float) -> str:
+    """A percentage, or a dash where there is nothing yet."""
+    return f"{100 * part / whole:.1f} %" if whole else "–"
+
+
+def tier_state(tier: TierStatus) -> str:
+    """In a word, how a tier goes."""
+    broken = [name for name, works in (("reads", tier.reads_work), ("writes", tier.writes_work)) if not works]
+    if broken:
+        return f"no {' or '.join(broken)}"
+    return "works" if tier.healthy else "in trouble"
+
+
+def _show(found: DaemonStatus) -> None:
+    state = "draining" if found.draining else "up"
+    say(f"kvferry {found.version}, {state} for {seconds(found.uptime_s)}, pid {found.process.pid}")
+    say(f"listens on {' '.join(found.addresses)} {found.http}")
+    say(
+        f"{len(found.clients)} clients, {found.connections} connections, {found.requests_under_way} requests "
+        f"under way, {format_nbytes(found.process.resident_nbytes)} resident, "
+        f"{found.process.cpu_s:.1f} s of CPU"
+    )
+    say("")
+    print_table(
+        ["tenant", "tier", "used", "of", "blocks", "hit rate", "state", "queued", "lost"],
+        [
+            (
+                tenant.name, tier.name, format_nbytes(tier.used_nbytes),
+                format_nbytes(tier.capacity_nbytes) if tier.capacity_nbytes else "–", tier.entries,
+                share(tier.hit_blocks, tenant.lookup_blocks), tier_state(tier),
+                format_nbytes(tier.queued_nbytes), tier.lost_blocks,
+            )
+            for tenant in found.tenants
+            for tier in tenant.tiers
+        ],
+        optional=3,
+    )  # fmt: skip
+    if found.operations:
+        say("")
+        print_table(
+            ["request", "count", "failed", "p50 ≤", "p99 ≤", "blocks", "bytes"],
+            [
+                (
+                    o.verb,
+                    o.count,
+                    o.failed,
+                    seconds(o.p50_s),
+                    seconds(o.p99_s),
+                    o.blocks,
+                    format_nbytes(o.nbytes),
+                )
+                for o in found.operations
+            ],
+        )
+    if found.clients:
+        say("")
+        print_table(
+            ["client", "tenant", "connections", "leases", "processes"],
+            [
+                (c.session, c.tenant, c.connections, c.leases, " ".join(map(str, c.processes)) or "–")
+                for c in found.clients[:20]
+            ],
+        )
+    for fault in found.faults[:5]:
+        say(f"{seconds(max(0.0, found.at - fault.at))} ago {fault.level}: {fault.message}")

@@ -1,0 +1,123 @@
+"""Status, metrics and readiness over HTTP, and what the port does not let clients do."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.core.address import parse_url
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import RequestError
+from kvferry.engine.gateway.metrics import GatewayMetrics
+from kvferry.testing.blocks import save_blocks, small_spec, wait_until
+
+from .conftest import Running
+
+SPEC = small_spec("http")
+DOC = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def some_load(running: Running) -> None:
+    """3 blocks saved, looked up with 1 more, and loaded."""
+    ns = running.client.namespace(SPEC)
+    keys = ns.keys([1] * 4 * SPEC.block_tokens)
+    save_blocks(ns, keys[:3])
+    assert ns.lookup(keys).prefix == 3
+    with ns.load(keys, deadline=deadline_in(5)) as lease:
+        assert len(lease) == 3
+
+
+def exchange(running: Running, data: bytes) -> bytes:
+    """What comes back until the daemon closes."""
+    address = parse_url(running.http.url, default_port=0)
+    with socket.create_connection((address.host, address.port or 0), timeout=30) as sock:
+        sock.sendall(data)
+        parts = []
+        while part := sock.recv(65536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def test_status_tells_what_clients_did(running: Running) -> None:
+    some_load(running)
+    status = running.port.status()
+    (tenant,) = status.tenants
+    assert (tenant.saved_blocks, tenant.lookup_blocks, tenant.hit_blocks) == (3, 4, 3)
+    dram, disk = tenant.tiers
+    assert (dram.name, dram.hit_blocks, disk.name, disk.hit_blocks) == ("dram", 3, "disk", 0)
+    verbs = {operation.verb: operation for operation in status.operations}
+    assert (verbs["load"].blocks, verbs["load"].nbytes) == (3, 3 * SPEC.block_nbytes)
+    saved = [verbs[verb].blocks for verb in ("commit", "save") if verb in verbs]
+    assert sum(saved) == 3
+    assert [client.connections for client in status.clients] == [status.connections]
+    assert {slow.verb for slow in status.slowest} >= {"load", "lookup"}
+    assert status.http == running.http.url
+
+
+def test_faults_are_shown_without_secrets(running: Running) -> None:
+    logging.getLogger("kvferry.store").warning("tier x: password=hunter2 was refused")
+    wait_until(lambda: running.port.status().fault_counts["warning"] == 1)
+    (fault,) = running.port.status().faults
+    assert "tier x" in fault.message
+    assert "hunter2" not in fault.message
+
+
+def test_metrics_are_clean_and_documented_both_ways(running: Running) -> None:
+    some_load(running)
+    running.port.ask("GET", "/live")
+    text = running.port.ask("GET", "/metrics").decode() + GatewayMetrics().metrics.render().decode()
+    families = list(text_string_to_metric_families(text))
+    named = set(re.findall(r"^\| `(kvferry_\w+)`", DOC.read_text(), re.MULTILINE))
+    declared = {
+        name + ("_total" if kind == "counter" and not name.endswith("_total") else "")
+        for name, kind in re.findall(r"^# TYPE (kvferry_\w+) (\w+)$", text, re.MULTILINE)
+    }
+    assert declared == named
+    assert {f.name for f in families} >= {name.removesuffix("_total") for name in named}
+    assert 'kvferry_tier_hit_blocks_total{tenant="default",tier="dram"} 3.0' in text
+    assert 'kvferry_daemon_request_seconds_count{verb="load"} 1.0' in text
+
+
+def test_it_is_ready_until_it_drains(running: Running) -> None:
+    assert msgspec.json.decode(running.port.ask("GET", "/ready")) == {"ready": True}
+    assert running.daemon.drain(deadline_in(10))
+    with pytest.raises(RequestError, match="503"):
+        running.port.ask("GET", "/ready")
+    assert running.port.ask("GET", "/live")
+    assert running.port.status().draining
+
+
+def test_other_host_names_and_paths_are_refused(running: Running) -> None:
+    head = b"GET /status HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n"
+    assert exchange(running, head % b"evil.example:8451").startswith(b"HTTP/1.1 421")
+    assert exchange(running, head % b"localhost:8451").startswith(b"HTTP/1.1 200")
+    with pytest.raises(RequestError, match=r"404.*no such path"):
+        running.port.ask("GET", "/nothing")
+    with pytest.raises(RequestError, match="405"):
+        running.port.ask("POST", "/status", b"{}")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70000,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e9\r\n\r\n",
+        b"GET /%ff%fe HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n",
+        b"POST /live HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+    ],
+)
+def test_malformed_requests_make_no_traceback(
+    running: Running, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    assert exchange(running, data).startswith(b"HTTP/1.1 ")
+    assert running.port.ask("GET", "/live")
+    assert not caplog.records
