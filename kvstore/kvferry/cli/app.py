@@ -54,6 +54,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "decode": CommandEntry("kvferry.cli.engine:decode", "Run a decode worker.", "engine"),
     "serve": CommandEntry("kvferry.cli.serve:serve", "Run the cache daemon of this node."),
     "status": CommandEntry("kvferry.cli.status:status", "Show what the daemon holds and does."),
+    "top": CommandEntry("kvferry.cli.top:top", "Show the daemon's figures as they change."),
     "inspect": CommandEntry("kvferry.cli.inspect:inspect", "Show, verify or mend what a disk tier holds."),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }
