@@ -46,7 +46,7 @@ def test_one_line_a_result(text: str) -> None:
             line = found[direction]
             assert line["unit"] == "GB/s"
             assert line["verified"] is True
-            assert set(line["ratios"]) == {"memcpy_cold", "one_thread"}
+            assert set(line["ratios"]) == {"memcpy_cold", "one_thread", "memcpy_threads"}
             assert line["params"]["threads"] == 2
             assert line["params"]["cold"] is False
         assert found["kl"]["params"]["texts"] == "own.txt"

@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from kvferry.bench.results import Sample
-from kvferry.core.buffers import page_aligned
+from kvferry.core.buffers import ByteArray, page_aligned
 from kvferry.core.errors import ConnectionClosedError
 
 __all__ = ["COLD_NBYTES", "ColdWalk", "MemcpyCold", "RawSocket"]
@@ -46,10 +48,15 @@ class MemcpyCold:
         piece_nbytes: Bytes of one copy.
         pieces: Copies of one run.
         walk_nbytes: What source and destination each walk through; below 256 MiB they are not cold.
+        threads: That copy side by side, each its own pieces.
     """
 
-    def __init__(self, piece_nbytes: int, pieces: int, *, walk_nbytes: int = COLD_NBYTES) -> None:
+    def __init__(
+        self, piece_nbytes: int, pieces: int, *, walk_nbytes: int = COLD_NBYTES, threads: int = 1
+    ) -> None:
         self._pieces = pieces
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
         self._src = ColdWalk(piece_nbytes, walk_nbytes)
         self._dst = ColdWalk(piece_nbytes, walk_nbytes, fill=0)
         self._nbytes = piece_nbytes * pieces
@@ -61,9 +68,21 @@ class MemcpyCold:
             for _ in range(self._pieces)
         ]
         start = time.perf_counter()
-        for dst, src in pairs:
-            np.copyto(dst, src)
+        if self._pool is None:
+            _copy(pairs)
+        else:
+            list(self._pool.map(_copy, [pairs[t :: self._threads] for t in range(self._threads)]))
         return Sample(time.perf_counter() - start, self._nbytes)
+
+    def close(self) -> None:
+        """End its threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _copy(pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
+    for dst, src in pairs:
+        np.copyto(dst, src)
 
 
 _SINK = """

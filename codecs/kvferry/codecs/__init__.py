@@ -1,7 +1,8 @@
 """Codecs turn a layer slice into fewer bytes and back."""
 
 from kvferry.codecs.base import ArrayStage, ByteStage, Codec, CodecConfig, Stage
-from kvferry.codecs.pipeline import CodecPipeline, decode_frame
+from kvferry.codecs.decoding import decode_frame, decode_many, decode_row
+from kvferry.codecs.pipeline import CodecPipeline
 from kvferry.codecs.stages import registry
 
 __all__ = [
@@ -12,5 +13,7 @@ __all__ = [
     "CodecPipeline",
     "Stage",
     "decode_frame",
+    "decode_many",
+    "decode_row",
     "registry",
 ]

@@ -21,12 +21,17 @@ from kvferry.codecs.base import CodecConfig
 from kvferry.core.errors import CodecError, CorruptBlockError
 
 __all__ = [
+    "FLAGS_AT",
+    "LOSSY",
     "MAX_HEADER_NBYTES",
+    "STORED_RAW",
     "VERSION",
     "Frame",
     "StageId",
+    "aligned",
     "encode_header",
     "frame_nbytes",
+    "header_bytes",
     "header_nbytes",
     "parse_frame",
     "stage_bytes",
@@ -39,7 +44,9 @@ _MAGIC: Final = b"KVc"
 _FIXED: Final = struct.Struct("<3sBBxHH6xQQ")
 _ALIGNMENT: Final = 64
 _MAX_STAGES: Final = 8
-_LOSSY, _RAW = 1, 2
+LOSSY, STORED_RAW = 1, 2
+FLAGS_AT: Final = 4
+"""Flags, and where they stand."""
 _stages = msgspec.msgpack.Decoder(list[tuple[str, dict[str, str | int | float | bool]]])
 
 
@@ -95,17 +102,28 @@ def stage_bytes(stages: tuple[StageId, ...]) -> bytes:
 
 def header_nbytes(stages: bytes) -> int:
     """Size of a header with these stages."""
-    return -(-(_FIXED.size + len(stages)) // _ALIGNMENT) * _ALIGNMENT
+    return aligned(_FIXED.size + len(stages))
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` and the zeros behind them, up to where the next frame of a row begins."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def encode_header(
     dst: memoryview, stages: bytes, decoded: int, body: int, *, lossy: bool, stored_raw: bool
 ) -> None:
     """Write a header to the start of ``dst``; the body of ``body`` bytes begins at :func:`header_nbytes`."""
+    header = header_bytes(stages, decoded, body, lossy=lossy, stored_raw=stored_raw)
+    dst[: len(header)] = header
+
+
+def header_bytes(stages: bytes, decoded: int, body: int, *, lossy: bool, stored_raw: bool = False) -> bytes:
+    """A header, whose size is :func:`header_nbytes`."""
     size = header_nbytes(stages)
-    flags = (_LOSSY if lossy else 0) | (_RAW if stored_raw else 0)
+    flags = (LOSSY if lossy else 0) | (STORED_RAW if stored_raw else 0)
     fixed = _FIXED.pack(_MAGIC, VERSION, flags, size, len(stages), decoded, body)
-    dst[:size] = (fixed + stages).ljust(size, b"\0")
+    return (fixed + stages).ljust(size, b"\0")
 
 
 def frame_nbytes(src: memoryview) -> int:
@@ -145,7 +163,7 @@ def parse_frame(src: memoryview, nbytes: int | None = None) -> Frame:
         raise CorruptBlockError(
             f"an encoded slice of {total} bytes declares a header of {size} and a body of {body}"
         )
-    if flags & ~(_LOSSY | _RAW):
+    if flags & ~(LOSSY | STORED_RAW):
         raise CorruptBlockError(f"an encoded slice has unknown flags {flags:#x}")
     named = bytes(src[_FIXED.size : _FIXED.size + stages])
-    return Frame(named, bool(flags & _LOSSY), bool(flags & _RAW), decoded, src[size:])
+    return Frame(named, bool(flags & LOSSY), bool(flags & STORED_RAW), decoded, src[size:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -22,6 +22,8 @@ __all__ = [
     "QUANT",
     "SPLIT",
     "TOKEN",
+    "FrameForm",
+    "Frames",
     "Kernels",
     "Operation",
     "Piece",
@@ -117,8 +119,70 @@ class SumsOfSquares(NamedTuple):
     largest: float
 
 
+@dataclass(frozen=True, slots=True)
+class FrameForm:
+    """What the frames of one pipeline have in common for so many slices of one layer.
+
+    Attributes:
+        plan: Of the layer.
+        count: Slices in a frame, at least one, of at least one byte.
+        header: Of such a frame that is not stored as it is, with a body of no bytes.
+        room: What kernels may write to while they encode the body.
+        derived: For the kernels that run it.
+    """
+
+    plan: Plan
+    count: int
+    header: bytes
+    room: int
+    derived: dict[str, object] = field(default_factory=dict, compare=False)
+
+
+class Frames(Protocol):
+    """Whole frames, header and all, many in one call. Thread safe.
+
+    Both verbs take the frames in their order, and stop before the first that is not as expected. They give
+    size and flags (:mod:`kvferry.codecs.frame`) of those that are done.
+    """
+
+    def encode(
+        self,
+        forms: Sequence[FrameForm],
+        srcs: Sequence[memoryview],
+        dsts: Sequence[memoryview],
+        *,
+        in_row: bool = False,
+    ) -> list[tuple[int, int]]:
+        """Encode the slices ``srcs`` each to the start of its ``dsts``, or all in a row to the only one.
+
+        In a row each frame begins at a multiple of 64 bytes from the start, with zeros before it, and after
+        the last. What would be larger is stored as it is.
+        """
+        ...
+
+    def decode(
+        self,
+        forms: Sequence[FrameForm],
+        srcs: Sequence[memoryview],
+        dsts: Sequence[memoryview],
+        *,
+        in_row: bool = False,
+    ) -> list[tuple[int, int]]:
+        """The reverse; each of ``srcs`` is exactly one frame, or the only one begins with them in a row."""
+        ...
+
+
 class Kernels(Protocol):
-    """Encode and decode whole layer slices, one section a piece. Thread safe."""
+    """Encode and decode whole layer slices, one section a piece. Thread safe.
+
+    Attributes:
+        frames: For whole frames, if the kernels have that; else :mod:`kvferry.codecs.pipeline` makes them.
+    """
+
+    @property
+    def frames(self) -> Frames | None:
+        """See the class."""
+        ...
 
     def encode(self, plan: Plan, src: memoryview, count: int, dst: memoryview) -> int:
         """Write ``count`` slices to the start of ``dst``; the bytes written.

@@ -1,34 +1,55 @@
 """Pipelines of stages: ``ebp``, ``shuffle|zstd(level=1)``, ``int8(k=channel)|lz4``.
 
 A pipeline writes frames (:mod:`kvferry.codecs.frame`), which say by themselves how they are decoded, so a
-reader needs no configuration: :func:`decode_frame`.
+reader needs no configuration: :mod:`kvferry.codecs.decoding`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvferry.codecs.base import ArrayStage, ByteStage, Codec, Stage, slice_count
 from kvferry.codecs.error import SliceError, slice_errors
-from kvferry.codecs.frame import Frame, encode_header, header_nbytes, parse_frame, stage_bytes
+from kvferry.codecs.frame import (
+    LOSSY,
+    STORED_RAW,
+    Frame,
+    aligned,
+    encode_header,
+    header_bytes,
+    header_nbytes,
+    parse_frame,
+    stage_bytes,
+)
+from kvferry.codecs.kernels import FrameForm, kernels
 from kvferry.codecs.raw import RawCodec
 from kvferry.codecs.scratch import Buffers, Scratch
 from kvferry.codecs.stages import load_stage
+from kvferry.codecs.tensors import TensorCodec
 from kvferry.codecs.text import parse_stages, stage_text
 from kvferry.core.buffers import copy_into
-from kvferry.core.errors import CodecError, ConfigError, CorruptBlockError
+from kvferry.core.errors import CodecError, CorruptBlockError
 from kvferry.core.spec import KVSpec, LayerSpec
 
-__all__ = ["CodecPipeline", "decode_frame"]
+__all__ = ["CodecPipeline"]
 
 _CACHED: Final = 64
 _CHECK_EVERY: Final = 16
 _CHECK_AFTER_FAILURE: Final = 64
 _CHECKED_TOKENS: Final = 64
 _scratch: Final = Scratch()
+
+
+class _Shape(NamedTuple):
+    """Slices of one size: how many, what their frame needs, and its form where kernels make all of it."""
+
+    slices: int
+    needed: int
+    form: FrameForm | None
 
 
 class CodecPipeline:
@@ -64,6 +85,8 @@ class CodecPipeline:
         self._check = check
         self._named = stage_bytes(tuple((s.codec_id, s.config()) for s in stages))
         self._header = header_nbytes(self._named)
+        # not bound to the instance's lifetime by a cache of the class
+        self._shape = functools.lru_cache(_CACHED)(self._make_shape)
         self._lock = threading.Lock()
         self._calls = 0
         self._suspect_until = 0
@@ -124,28 +147,62 @@ class CodecPipeline:
             CodecError: As :meth:`kvferry.codecs.Codec.encode_into`; ``dst`` must hold
                 :meth:`max_encoded_nbytes`.
         """
-        count = slice_count(len(src), layer, self.text)
-        needed = self.max_encoded_nbytes(layer, count)
-        if len(dst) < needed:
-            raise CodecError(f"codec {self.text!r}: {needed} bytes are needed, the output has {len(dst)}")
-        body = dst[self._header : needed]
-        nbytes = len(src) if self._plain else self._encode(src, layer, count, body)
-        raw = nbytes >= len(src)
-        failed = None if raw or self.lossless or not self._due() else self._out_of(src, layer, body[:nbytes])
-        with self._lock:
-            self._calls += 1
-            self._stored_raw += raw or failed is not None
-            if failed is not None:
-                self._out_of_bound += 1
-                self._suspect_until = self._calls + _CHECK_AFTER_FAILURE
-        if raw or failed is not None:
-            copy_into(body[: len(src)], src)
-            nbytes, raw = len(src), True
-        encode_header(dst, self._named, len(src), nbytes, lossy=not (self.lossless or raw), stored_raw=raw)
-        return self._header + nbytes
+        return self.encode_many((src,), layer, (dst,))[0]
+
+    def encode_many(
+        self, srcs: Sequence[memoryview], layer: LayerSpec, dsts: Sequence[memoryview]
+    ) -> list[int]:
+        """As :meth:`encode_into` for each of ``srcs`` and its ``dsts``, with less around each of them.
+
+        Native kernels encode them in one call, with the GIL released.
+        """
+        shapes = [self._shape(layer, len(src)) for src in srcs]
+        for shape, dst in zip(shapes, dsts, strict=True):
+            self._check_room(dst, shape.needed)
+        done = _run(shapes, srcs, dsts)
+        for index in range(len(done), len(srcs)):
+            done.append(self._encode_frame(srcs[index], layer, shapes[index], dsts[index]))
+        number = self._counted(len(done))
+        return [
+            self._settled(number + index, srcs[index], layer, dsts[index], nbytes, flags)
+            for index, (nbytes, flags) in enumerate(done)
+        ]
+
+    def encode_row(
+        self, srcs: Sequence[memoryview], layers: Sequence[LayerSpec], dst: memoryview
+    ) -> list[int]:
+        """As :meth:`encode_many`, to frames in a row from the start of ``dst`` on.
+
+        Each begins at a multiple of 64 bytes from there, with zeros before it, and behind the last one.
+
+        Args:
+            srcs: The slices of each frame.
+            layers: Of each of ``srcs``.
+            dst: Has room for the largest frame of each, rounded up to 64 bytes.
+        """
+        shapes = [self._shape(layer, len(src)) for src, layer in zip(srcs, layers, strict=True)]
+        self._check_room(dst, sum(aligned(shape.needed) for shape in shapes))
+        sizes: list[int] = []
+        at = 0
+        while len(sizes) < len(srcs):
+            start = len(sizes)
+            done = _run(shapes[start:], srcs[start:], (dst[at:],), in_row=True)
+            if not done:
+                done = [self._encode_frame(srcs[start], layers[start], shapes[start], dst[at:])]
+            number = self._counted(len(done))
+            for index, (nbytes, flags) in enumerate(done):
+                src, layer = srcs[start + index], layers[start + index]
+                size = self._settled(number + index, src, layer, dst[at:], nbytes, flags)
+                sizes.append(size)
+                dst[at + size : at + aligned(size)] = bytes(aligned(size) - size)
+                at += aligned(size)
+                if size != nbytes:  # it took the place of the next ones, which are encoded again
+                    self._counted(index + 1 - len(done))
+                    break
+        return sizes
 
     def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
-        """Decode one frame of this very pipeline; otherwise as :func:`decode_frame`."""
+        """Decode one frame of this very pipeline; otherwise as :func:`kvferry.codecs.decode_frame`."""
         frame = parse_frame(src)
         if frame.stages != self._named:
             raise CorruptBlockError(f"the slice was encoded by other stages than {self.text!r}")
@@ -169,6 +226,71 @@ class CodecPipeline:
             copy_into(dst, frame.body)
         else:
             self._decode(frame.body, layer, count, dst)
+
+    # -- frames ----------------------------------------------------------------------------------------
+
+    def form(self, layer: LayerSpec, nbytes: int) -> FrameForm | None:
+        """For kernels that make whole frames of ``nbytes`` of slices; ``None`` where the stages must.
+
+        Raises:
+            CodecError: If ``nbytes`` is no whole number of slices.
+        """
+        return self._shape(layer, nbytes).form
+
+    def _make_shape(self, layer: LayerSpec, nbytes: int) -> _Shape:
+        count = slice_count(nbytes, layer, self.text)
+        needed = self.max_encoded_nbytes(layer, count)
+        form = None
+        if self._alone and isinstance(self.codec, TensorCodec) and count:
+            plan = self.codec.plan(layer)
+            if plan.useful:
+                header = header_bytes(self._named, nbytes, 0, lossy=not self.lossless)
+                form = FrameForm(plan, count, header, needed - self._header)
+        return _Shape(count, needed, form)
+
+    def _check_room(self, dst: memoryview, needed: int) -> None:
+        if len(dst) < needed:
+            raise CodecError(f"codec {self.text!r}: {needed} bytes are needed, the output has {len(dst)}")
+
+    def _encode_frame(
+        self, src: memoryview, layer: LayerSpec, shape: _Shape, dst: memoryview
+    ) -> tuple[int, int]:
+        """Size and flags of one frame, made stage by stage."""
+        body = dst[self._header : shape.needed]
+        nbytes = len(src) if self._plain else self._encode(src, layer, shape.slices, body)
+        if nbytes >= len(src):
+            return self._store_raw(src, dst), STORED_RAW
+        encode_header(dst, self._named, len(src), nbytes, lossy=not self.lossless, stored_raw=False)
+        return self._header + nbytes, 0 if self.lossless else LOSSY
+
+    def _store_raw(self, src: memoryview, dst: memoryview) -> int:
+        nbytes = self._header + len(src)
+        copy_into(dst[self._header : nbytes], src)
+        encode_header(dst, self._named, len(src), len(src), lossy=False, stored_raw=True)
+        return nbytes
+
+    def _counted(self, calls: int) -> int:
+        """The number of the first of some more calls."""
+        with self._lock:
+            self._calls += calls
+            return self._calls - calls
+
+    def _settled(
+        self, number: int, src: memoryview, layer: LayerSpec, dst: memoryview, nbytes: int, flags: int
+    ) -> int:
+        """Size of the frame ``number``, which is stored as it is if it is outside its bound."""
+        raw = bool(flags & STORED_RAW)
+        if not raw:
+            if self.lossless or not self._due(number):
+                return nbytes
+            if self._out_of(src, layer, dst[self._header : nbytes]) is None:
+                return nbytes
+        with self._lock:
+            self._stored_raw += 1
+            if not raw:
+                self._out_of_bound += 1
+                self._suspect_until = number + 1 + _CHECK_AFTER_FAILURE
+        return nbytes if raw else self._store_raw(src, dst)
 
     # -- stages ----------------------------------------------------------------------------------------
 
@@ -244,10 +366,10 @@ class CodecPipeline:
 
     # -- the bound -------------------------------------------------------------------------------------
 
-    def _due(self) -> bool:
+    def _due(self, number: int) -> bool:
         if self._check != "sample":
             return self._check == "always"
-        return self._calls % _CHECK_EVERY == 0 or self._calls < self._suspect_until
+        return number % _CHECK_EVERY == 0 or number < self._suspect_until
 
     def _out_of(self, src: memoryview, layer: LayerSpec, body: memoryview) -> SliceError | None:
         """The worst tensor outside its bound after decoding again, if any."""
@@ -263,31 +385,13 @@ class CodecPipeline:
         return None
 
 
-def decode_frame(src: memoryview, layer: LayerSpec, dst: memoryview, *, lossless_only: bool = False) -> Frame:
-    """Decode one frame, whichever pipeline wrote it.
-
-    Args:
-        src: Exactly one frame.
-        layer: What the slices are.
-        dst: As long as what was encoded.
-        lossless_only: Refuse a frame whose values are not those that were encoded.
-
-    Raises:
-        CorruptBlockError: If it cannot be decoded to exactly ``dst``.
-        CodecError: If it is lossy and ``lossless_only``, or names a stage that is not installed.
-    """
-    frame = parse_frame(src)
-    pipeline = _pipeline_of(frame.stages)
-    if lossless_only and (frame.lossy or not (pipeline.lossless or frame.stored_raw)):
-        raise CodecError(f"the slice was encoded by the lossy {pipeline.text!r}, this reader takes no loss")
-    pipeline.decode_body(frame, layer, dst)
-    return frame
-
-
-@functools.lru_cache(_CACHED)
-def _pipeline_of(stages: bytes) -> CodecPipeline:
-    named = Frame(stages, lossy=False, stored_raw=False, decoded_nbytes=0, body=memoryview(b"")).stage_ids()
-    try:
-        return CodecPipeline([load_stage(stage) for stage in named])
-    except ConfigError as error:
-        raise CodecError(f"an encoded slice needs a codec that is not to be had: {error}") from error
+def _run(
+    shapes: Sequence[_Shape], srcs: Sequence[memoryview], dsts: Sequence[memoryview], *, in_row: bool = False
+) -> list[tuple[int, int]]:
+    """Size and flags of the frames that the kernels make by themselves, from the first on."""
+    frames = kernels().frames
+    forms = list(itertools.takewhile(lambda form: form is not None, (shape.form for shape in shapes)))
+    if frames is None or not forms:
+        return []
+    some = [form for form in forms if form is not None]
+    return frames.encode(some, srcs[: len(some)], dsts if in_row else dsts[: len(some)], in_row=in_row)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from kvferry.codecs import ArrayStage, Codec, CodecPipeline
 from kvferry.codecs.choice import RAW
-from kvferry.codecs.frame import MAX_HEADER_NBYTES, parse_frame
+from kvferry.codecs.frame import FLAGS_AT, LOSSY, MAX_HEADER_NBYTES, aligned
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import is_past
 from kvferry.core.errors import CorruptBlockError, TierError
-from kvferry.core.spec import SLICE_ALIGNMENT, KVSpec
+from kvferry.core.spec import KVSpec
 
-__all__ = ["BlockCodec", "EncodedBlock", "Encoding", "Memory", "aligned", "most_encoded_nbytes"]
+__all__ = ["SLICES_A_CALL", "BlockCodec", "EncodedBlock", "Encoding", "Memory", "most_encoded_nbytes"]
 
 _KEPT_NBYTES: Final = 64 << 20
+SLICES_A_CALL: Final = 16
+"""Layer slices that are encoded, or decoded, between two looks at the deadline."""
 
 
 class Encoding(NamedTuple):
@@ -65,11 +66,6 @@ class EncodedBlock(NamedTuple):
     data: memoryview
     sizes: tuple[int, ...]
     encoding: Encoding
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` and the zeros behind them, up to where the next frame may begin."""
-    return -(-nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
 
 
 def most_encoded_nbytes(spec: KVSpec) -> int:
@@ -141,21 +137,28 @@ class BlockCodec:
             TierError: At the deadline.
         """
         memory = _encoded.take(self.most_nbytes)
-        array = np.frombuffer(memory, np.uint8)
         sizes: list[int] = []
         at, lossy = 0, False
         pipelines = self.pipelines.get(name, self._raw)
-        for number, (layer, pipeline) in enumerate(zip(self.spec.layers, pipelines, strict=True)):
+        for start, stop in self._runs(pipelines):
             if is_past(deadline):
                 raise TierError("not encoded by the deadline")
-            frame = memory[at : at + pipeline.max_encoded_nbytes(layer)]
-            nbytes = pipeline.encode_into(data[self.spec.layer_slice(number)], layer, frame)
-            lossy |= not pipeline.lossless and parse_frame(frame[:nbytes]).lossy
-            sizes.append(nbytes)
-            end = at + aligned(nbytes)
-            array[at + nbytes : end] = 0
-            at = end
+            slices = [data[self.spec.layer_slice(number)] for number in range(start, stop)]
+            pipeline = pipelines[start]
+            for nbytes in pipeline.encode_row(slices, self.spec.layers[start:stop], memory[at:]):
+                lossy |= not pipeline.lossless and bool(memory[at + FLAGS_AT] & LOSSY)
+                sizes.append(nbytes)
+                at += aligned(nbytes)
         return EncodedBlock(memory[:at], tuple(sizes), self._encodings[name, lossy])
+
+    def _runs(self, pipelines: tuple[CodecPipeline, ...]) -> Iterator[tuple[int, int]]:
+        """Layers that are encoded in one call: some neighbours with the same pipeline."""
+        start = 0
+        for stop in range(1, len(pipelines) + 1):
+            ends = stop == len(pipelines) or pipelines[stop] is not pipelines[start]
+            if ends or stop - start == SLICES_A_CALL:
+                yield start, stop
+                start = stop
 
 
 def _stated_bound(pipeline: CodecPipeline, spec: KVSpec) -> float:

@@ -19,20 +19,20 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvferry.codecs import CodecPipeline, decode_frame
+from kvferry.codecs import CodecPipeline, decode_frame, decode_row
 from kvferry.codecs.choice import RAW
-from kvferry.codecs.frame import frame_nbytes, parse_frame, stage_bytes
+from kvferry.codecs.frame import aligned, stage_bytes
 from kvferry.codecs.serial import SerialChoice
 from kvferry.core.clock import is_past
 from kvferry.core.errors import CodecError, ConfigError, CorruptBlockError, KVFerryError, TierError
 from kvferry.core.spec import KVSpec
 from kvferry.core.tier_plugins import TierOption
 from kvferry.store.encoded_block import (
+    SLICES_A_CALL,
     BlockCodec,
     EncodedBlock,
     Encoding,
     Memory,
-    aligned,
     most_encoded_nbytes,
 )
 from kvferry.store.tier import ReadOutcome
@@ -205,7 +205,7 @@ class TierCodec:
             lossy: It has lost something already, in another tier. It must be allowed here, and is encoded in
                 any case, since only an encoded block says that of itself.
             most: Bytes up to which it pays to store it encoded.
-            deadline: Of the call; looked at between slices.
+            deadline: Of the call; looked at every 16 slices.
 
         Returns:
             ``None`` if it is to be stored as it is: it would be larger than ``most``, or so it was chosen.
@@ -253,7 +253,7 @@ class TierCodec:
             data: Exactly one encoded block, of which the checksum was compared.
             spec: What the block is.
             into: As long as a block. Undefined unless the outcome is ``HIT``.
-            deadline: Of the call; looked at between slices.
+            deadline: Of the call; looked at every 16 slices.
 
         Returns:
             ``MISS`` for one that is of no use here: it has lost something and loss is not allowed, or needs a
@@ -276,17 +276,17 @@ class TierCodec:
         """Whether it has lost something; not decoded to the end if that is not allowed."""
         at, lossy, began = 0, False, time.monotonic()
         stages: set[bytes] = set()
-        for number, layer in enumerate(spec.layers):
+        for start in range(0, len(spec.layers), SLICES_A_CALL):
             if is_past(deadline):
                 raise TierError("not decoded by the deadline")
-            slice_ = data[at : at + frame_nbytes(data[at:])]
-            frame = parse_frame(slice_)
-            lossy |= frame.lossy
+            layers = spec.layers[start : start + SLICES_A_CALL]
+            slots = [into[spec.layer_slice(start + number)] for number in range(len(layers))]
+            row = decode_row(data[at:], layers, slots, lossless_only=not self.accepts_lossy)
+            lossy |= row.lossy
             if lossy and not self.accepts_lossy:
                 return True
-            decode_frame(slice_, layer, into[spec.layer_slice(number)], lossless_only=not self.accepts_lossy)
-            stages.add(frame.stages)
-            at += aligned(len(slice_))
+            stages |= row.stages
+            at += row.nbytes
         if at != len(data):
             raise CorruptBlockError(f"an encoded block of {len(data)} bytes whose slices take {at}")
         self.count({"codec_decoded_blocks": 1})

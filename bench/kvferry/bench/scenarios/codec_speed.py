@@ -13,12 +13,13 @@ from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.bench.scenarios.codec import CodecOptions, short_name
 from kvferry.bench.scenarios.codec_kv import ModelKV
-from kvferry.codecs import CodecPipeline, decode_frame
+from kvferry.codecs import CodecPipeline, decode_frame, decode_many
 from kvferry.core.errors import CorruptBlockError
 
 __all__ = ["run_speed"]
 
 _RUN_NBYTES = 32 << 20
+_CALL = 16  # slices, as a tier and a link hand over some at once
 
 
 class _Walk:
@@ -54,11 +55,13 @@ class _Walk:
         return self._count * self._layer.nbytes / sum(self._sizes)
 
     def _encode(self, numbers: range) -> None:
-        for n in numbers:
-            place = n % self._count
-            self._sizes[place] = self._pipeline.encode_into(
-                self._src[place], self._layer, self._encoded[place]
+        for at in range(0, len(numbers), _CALL):
+            places = [n % self._count for n in numbers[at : at + _CALL]]
+            sizes = self._pipeline.encode_many(
+                [self._src[p] for p in places], self._layer, [self._encoded[p] for p in places]
             )
+            for place, size in zip(places, sizes, strict=True):
+                self._sizes[place] = size
 
     def encode(self) -> Sample:
         """One run, over the pieces that were encoded longest ago."""
@@ -72,9 +75,11 @@ class _Walk:
         targets = {n: self._dst.take() for n in range(start, start + self.pieces)}
 
         def one(numbers: range) -> None:
-            for n in numbers:
-                place = n % self._count
-                decode_frame(self._encoded[place][: self._sizes[place]], self._layer, targets[n])
+            for at in range(0, len(numbers), _CALL):
+                some = numbers[at : at + _CALL]
+                places = [n % self._count for n in some]
+                frames = [self._encoded[p][: self._sizes[p]] for p in places]
+                decode_many(frames, self._layer, [targets[n] for n in some])
 
         seconds = self._timed(one, start)
         self._verify(targets)
@@ -128,12 +133,7 @@ def _measure(
     own: _Walk,
     progress: Progress,
 ) -> Iterator[Result]:
-    copy = MemcpyCold(kv.layer.nbytes, own.pieces, walk_nbytes=options.walk_nbytes)
-    subjects: dict[str, Callable[[], Sample]] = {"memcpy_cold": copy}
-    for name, walk in walks.items():
-        subjects[f"encode_{name}"] = walk.encode
-        subjects[f"decode_{name}"] = walk.decode
-    rounds = run_paired(subjects, runs=options.runs, progress=progress, label=text)
+    rounds = _rounds(text, kv, options, walks, own.pieces, progress)
     params: dict[str, Param] = {
         "codec": text,
         "model": options.model,
@@ -149,6 +149,7 @@ def _measure(
         values["memcpy_cold"] = speeds["memcpy_cold"]
         if options.threads > 1:
             values["one_thread"] = speeds[f"{direction}_threads1"]
+            values["memcpy_threads"] = speeds["memcpy_threads"]
         yield summarise(
             f"codec.{name}.{direction}",
             {**params, "cold": options.walk_nbytes >= COLD_NBYTES},
@@ -157,6 +158,31 @@ def _measure(
             samples=rounds[f"{direction}_threads{options.threads}"],
             verified=True,
         )
+
+
+def _rounds(
+    text: str,
+    kv: ModelKV,
+    options: CodecOptions,
+    walks: dict[str, _Walk],
+    pieces: int,
+    progress: Progress,
+) -> dict[str, list[Sample]]:
+    """All walks beside what memory itself does, with one thread and with so many."""
+    copies = {"memcpy_cold": 1, **({"memcpy_threads": options.threads} if options.threads > 1 else {})}
+    baselines = {
+        name: MemcpyCold(kv.layer.nbytes, pieces, walk_nbytes=options.walk_nbytes, threads=threads)
+        for name, threads in copies.items()
+    }
+    subjects: dict[str, Callable[[], Sample]] = dict(baselines)
+    for name, walk in walks.items():
+        subjects[f"encode_{name}"] = walk.encode
+        subjects[f"decode_{name}"] = walk.decode
+    try:
+        return run_paired(subjects, runs=options.runs, progress=progress, label=text)
+    finally:
+        for baseline in baselines.values():
+            baseline.close()
 
 
 def _cut(walk: ColdWalk, count: int) -> list[memoryview]:

@@ -9,7 +9,7 @@ from kvferry.codecs.fallback.ebp import ebp_decode, ebp_encode
 from kvferry.codecs.fallback.quant import quant_decode, quant_encode
 from kvferry.codecs.fallback.split import split_decode, split_encode
 from kvferry.codecs.fallback.view import DAMAGED, TensorView, load_raw, store_raw
-from kvferry.codecs.kernels import EBP, QUANT, SPLIT, Piece, Plan, SumsOfSquares
+from kvferry.codecs.kernels import EBP, QUANT, SPLIT, Frames, Piece, Plan, SumsOfSquares
 from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import CorruptBlockError
 from kvferry.core.spec import DType
@@ -22,6 +22,8 @@ class NumpyKernels:
 
     Only ``split`` differs from the native ones: it writes zstd in place of Huffman codes, and reads both.
     """
+
+    frames: Frames | None = None
 
     def encode(self, plan: Plan, src: memoryview, count: int, dst: memoryview) -> int:
         """See :class:`kvferry.codecs.kernels.Kernels`."""

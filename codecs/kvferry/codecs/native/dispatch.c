@@ -96,6 +96,12 @@ KVC_EXPORT int64_t kvc_decode(
     }
     return at == nbytes ? (int64_t)at : KVC_CORRUPT;
 }
+
+#include "frames.h" // on top of these two
+
+KVC_EXPORT size_t kvc_encode_frames(kvc_frame *frames, size_t count, int in_row) { return frames_encode(frames, count, in_row); }
+KVC_EXPORT size_t kvc_decode_frames(kvc_frame *frames, size_t count, int in_row) { return frames_decode(frames, count, in_row); }
+
 // The error of each piece, a tensor, over `tokens` rows of each slice at least; `work` has room for two numbers a column.
 KVC_EXPORT void kvc_errors(
     const kvc_piece *pieces, size_t number, const uint8_t *before, const uint8_t *after, size_t count, size_t stride,

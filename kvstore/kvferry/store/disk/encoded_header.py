@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvferry.codecs.frame import MAX_HEADER_NBYTES
+from kvferry.codecs.frame import MAX_HEADER_NBYTES, aligned
 from kvferry.core.errors import CorruptBlockError
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KVSpec
@@ -30,7 +30,7 @@ from kvferry.store.disk.header_fields import (
     tensor_entry,
     write_fields,
 )
-from kvferry.store.encoded_block import Encoding, aligned, most_encoded_nbytes
+from kvferry.store.encoded_block import Encoding, most_encoded_nbytes
 
 __all__ = ["EncodedFields", "EncodedHeaders", "encoded_nbytes", "encoded_tensors", "parse_encoding"]
 

@@ -1,0 +1,89 @@
+"""Whole frames by the native library, many in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvferry.codecs.kernels import FrameForm
+from kvferry.codecs.native.addresses import address_of, pieces_of
+
+__all__ = ["NativeFrames"]
+
+_DERIVED: Final = "native"
+_FIELDS: Final = 6  # of kvc_frame, all of 64 bits
+_FRAME, _ROOM, _NBYTES, _FLAGS = range(2, _FIELDS)
+
+
+class _Form(ctypes.Structure):
+    """``kvc_form`` of frames.h."""
+
+    _fields_ = (
+        ("pieces", ctypes.c_void_p),
+        *((name, ctypes.c_uint64) for name in ("number", "count", "stride")),
+        ("header", ctypes.c_char_p),
+        *((name, ctypes.c_uint64) for name in ("header_nbytes", "room")),
+    )
+
+
+class NativeFrames:
+    """See :class:`kvferry.codecs.kernels.Frames`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._encode = library.kvc_encode_frames
+        self._decode = library.kvc_decode_frames
+        for function in (self._encode, self._decode):
+            function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+            function.restype = ctypes.c_size_t
+
+    def encode(
+        self,
+        forms: Sequence[FrameForm],
+        srcs: Sequence[memoryview],
+        dsts: Sequence[memoryview],
+        *,
+        in_row: bool = False,
+    ) -> list[tuple[int, int]]:
+        """See :meth:`kvferry.codecs.kernels.Frames.encode`."""
+        return _run(self._encode, forms, srcs, dsts, in_row)
+
+    def decode(
+        self,
+        forms: Sequence[FrameForm],
+        srcs: Sequence[memoryview],
+        dsts: Sequence[memoryview],
+        *,
+        in_row: bool = False,
+    ) -> list[tuple[int, int]]:
+        """See :meth:`kvferry.codecs.kernels.Frames.decode`."""
+        return _run(self._decode, forms, dsts, srcs, in_row)
+
+
+def _run(
+    function: Callable[[int, int, bool], Any],
+    forms: Sequence[FrameForm],
+    slices: Sequence[memoryview],
+    frames: Sequence[memoryview],
+    in_row: bool,
+) -> list[tuple[int, int]]:
+    jobs = array("Q")
+    for form, data in zip(forms, slices, strict=True):
+        held: Any = form.derived.get(_DERIVED) or _made(form)
+        jobs.extend((held[0], address_of(data), 0, 0, 0, 0))
+    for index, frame in enumerate(frames):
+        jobs[index * _FIELDS + _FRAME] = address_of(frame)
+        jobs[index * _FIELDS + _ROOM] = len(frame)
+    done = int(function(jobs.buffer_info()[0], len(slices), in_row))
+    end = done * _FIELDS
+    return list(zip(jobs[_NBYTES:end:_FIELDS], jobs[_FLAGS:end:_FIELDS], strict=True))
+
+
+def _made(form: FrameForm) -> tuple[int, _Form]:
+    """The form as C has it, made once, and its address."""
+    pieces, number = pieces_of(form.plan)
+    made = _Form(pieces, number, form.count, form.plan.slice_nbytes, form.header, len(form.header), form.room)
+    # what a thread that was faster made stays: this call's would die with this call
+    held: Any = form.derived.setdefault(_DERIVED, (ctypes.addressof(made), made))
+    return int(held[0]), held[1]
