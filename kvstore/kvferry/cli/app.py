@@ -55,6 +55,11 @@ COMMANDS: dict[str, CommandEntry] = {
     "serve": CommandEntry("kvferry.cli.serve:serve", "Run the cache daemon of this node."),
     "status": CommandEntry("kvferry.cli.status:status", "Show what the daemon holds and does."),
     "top": CommandEntry("kvferry.cli.top:top", "Show the daemon's figures as they change."),
+    "clear": CommandEntry("kvferry.cli.admin:clear", "Make the daemon forget blocks."),
+    "pin": CommandEntry("kvferry.cli.admin:pin", "Keep blocks of the daemon from eviction."),
+    "evict": CommandEntry("kvferry.cli.admin:evict", "Evict blocks from the daemon's memory."),
+    "drain": CommandEntry("kvferry.cli.admin:drain", "Make the daemon take no new work and write all."),
+    "reload": CommandEntry("kvferry.cli.admin:reload", "Make the daemon read its admin token again."),
     "inspect": CommandEntry("kvferry.cli.inspect:inspect", "Show, verify or mend what a disk tier holds."),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }

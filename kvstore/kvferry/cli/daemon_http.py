@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional, TypeVar
 
 import msgspec
 import typer
@@ -13,9 +13,12 @@ from kvferry.core.address import parse_url
 from kvferry.core.errors import ConfigError, ConnectError, ProtocolError, RequestError
 
 if TYPE_CHECKING:
+    from kvferry.daemon.admin import AdminDone
     from kvferry.daemon.status import DaemonStatus
 
-__all__ = ["Port", "UrlOption"]
+__all__ = ["Port", "TokenOption", "UrlOption"]
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 15.0
 _MOST_NBYTES = 64 << 20
@@ -23,6 +26,14 @@ _MOST_NBYTES = 64 << 20
 UrlOption = Annotated[
     Optional[str],  # noqa: UP045  typer evaluates it
     typer.Option("--url", metavar="URL", help="The daemon's HTTP port. [default: daemon.http]"),
+]
+
+
+TokenOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--token-file", metavar="FILE", help="File with the admin token. [default: daemon.token_file]"
+    ),
 ]
 
 
@@ -40,32 +51,34 @@ class Port:
 
     Args:
         url: ``http://host:port``.
+        token_file: As ``daemon.token_file``.
 
     Raises:
         ConfigError: If that is no such address.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token_file: str = "none") -> None:  # noqa: S107 - a path
         address = parse_url(url, default_scheme="http", default_port=8451)
         if address.scheme != "http" or not address.port:
             raise ConfigError(f"{url} must be http://host:port, as the daemon's ready line has it")
         self.url = address.url
+        self._token_file = token_file
         self._host, self._port = address.host, address.port
 
     @classmethod
-    def of(cls, url: str | None, config: str | None) -> Port:
+    def of(cls, url: str | None, config: str | None, token_file: str | None = None) -> Port:
         """The port that a command was told, or that of the configuration.
 
         Raises:
             ConfigError: If there is none.
         """
-        if url is None:
-            from kvferry.core.config_sources import load_config
+        from kvferry.core.config_sources import load_config
 
-            url = load_config(config).config.daemon.http
-            if url is None:
-                raise ConfigError("daemon.http is none: say with --url where the daemon's HTTP port is")
-        return cls(url)
+        daemon = load_config(config).config.daemon
+        url = url or daemon.http
+        if url is None:
+            raise ConfigError("daemon.http is none: say with --url where the daemon's HTTP port is")
+        return cls(url, token_file or daemon.token_file)
 
     def status(self) -> DaemonStatus:
         """The daemon's status.
@@ -78,7 +91,25 @@ class Port:
 
         return self._decoded(self.ask("GET", "/status"), DaemonStatus)
 
-    def _decoded(self, body: bytes, kind: type[DaemonStatus]) -> DaemonStatus:
+    def admin(self, verb: str, request: msgspec.Struct) -> AdminDone:
+        """Change something.
+
+        Raises:
+            ConfigError: If there is no token to show.
+            ConnectError: If nobody answers.
+            RequestError: If it is refused.
+        """
+        from kvferry.daemon.admin import AdminDone
+        from kvferry.daemon.token import read_token, token_path
+
+        path = token_path(self._token_file)
+        if path is None:
+            raise ConfigError("daemon.token_file is none: say with --token-file where the admin token is")
+        headers = {"authorization": f"Bearer {read_token(path)}", "content-type": "application/json"}
+        body = msgspec.json.encode(request)
+        return self._decoded(self.ask("POST", f"/admin/{verb}", body, headers), AdminDone)
+
+    def _decoded(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:

@@ -22,12 +22,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry.core.errors import KVFerryError, OverloadedError, TransferTimeoutError
+from kvferry.core.errors import KVFerryError, OverloadedError, RequestError, TransferTimeoutError
 from kvferry.core.http_port import HttpServer, PortLimits
+from kvferry.core.log import LogLimiter
 from kvferry.core.metrics import CONTENT_TYPE
+from kvferry.daemon.admin import VERBS, perform
 from kvferry.daemon.faults import Faults
 from kvferry.daemon.metrics import DaemonMetrics, daemon_metrics
 from kvferry.daemon.status import DaemonStatus, collect
+from kvferry.daemon.token import AdminToken
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -43,6 +46,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _OPTION: Final = "daemon.http (--http)"
 _ANSWER_S: Final = 20.0
 _WORK_S: Final = 10.0
+_ADMIN_S: Final = 15.0
+_WRONG_TOKEN_S: Final = 0.2
+_MOST_BODY: Final = 1 << 20
 _FRESH_S: Final = 0.2
 _CLOSE_S: Final = 3.0
 _WAITING: Final = 64
@@ -81,6 +87,7 @@ class DaemonHttp:
 
     def __init__(self, daemon: Daemon, url: str) -> None:
         self._daemon = daemon
+        self._token = AdminToken(daemon.config.daemon.token_file)
         self._server = HttpServer(
             url,
             _OPTION,
@@ -91,7 +98,7 @@ class DaemonHttp:
         )
         self.url = self._server.url
         self._faults = Faults()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvferry-daemon-http-work")
+        self._pool = ThreadPoolExecutor(3, thread_name_prefix="kvferry-daemon-http-work")
         self._waiting = 0  # of the event loop
         self._lock = threading.Lock()
         self._cached: tuple[float, DaemonStatus] | None = None
@@ -102,6 +109,7 @@ class DaemonHttp:
             "Answers of the HTTP port, by path and status.",
             ["path", "code"],
         )
+        self._limiter = LogLimiter(log)
         self._page = resources.files("kvferry.daemon").joinpath("page.html").read_bytes()
 
     def start(self) -> None:
@@ -117,6 +125,7 @@ class DaemonHttp:
         self._server.stop()
         self._server.join(_CLOSE_S + 2)
         self._server.close()
+        self._limiter.flush()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._faults.close()
 
@@ -135,7 +144,13 @@ class DaemonHttp:
         routes = {"/": self._index, "/live": self._live, "/ready": self._ready, "/status": self._show_status}
         routes["/metrics"] = self._show_metrics
         app = Starlette(
-            routes=[Route(path, self._contained(path, endpoint)) for path, endpoint in routes.items()],
+            routes=[
+                *(Route(path, self._contained(path, endpoint)) for path, endpoint in routes.items()),
+                *(
+                    Route(f"/admin/{v}", self._contained(f"/admin/{v}", self._admin(v)), methods=["POST"])
+                    for v in VERBS
+                ),
+            ],
             exception_handlers={HTTPException: self._http_error},
         )
         return self._for_known_hosts(app)
@@ -184,7 +199,7 @@ class DaemonHttp:
         text = {404: "there is no such path", 405: "another method is needed"}.get(status, "refused")
         return _refusal(status, "refused", f"{request.method} {request.url.path}"[:200] + f": {text}")
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
+    async def _in_thread(self, call: Callable[[], T], timeout_s: float = _WORK_S) -> T:
         """What takes locks of the store runs beside the event loop, a bounded number at once."""
         if self._waiting >= _WAITING:
             raise OverloadedError(f"{self._waiting} requests wait already; try again later")
@@ -193,9 +208,9 @@ class DaemonHttp:
         running = asyncio.ensure_future(loop.run_in_executor(self._pool, call))
         running.add_done_callback(self._one_less)
         try:
-            return await asyncio.wait_for(asyncio.shield(running), _WORK_S)
+            return await asyncio.wait_for(asyncio.shield(running), timeout_s)
         except asyncio.TimeoutError as error:
-            raise TransferTimeoutError(f"no answer of the store within {_WORK_S:g} s") from error
+            raise TransferTimeoutError(f"no answer of the store within {timeout_s:g} s") from error
 
     def _one_less(self, done: asyncio.Future[T]) -> None:
         self._waiting -= 1
@@ -221,6 +236,39 @@ class DaemonHttp:
     async def _show_metrics(self, _request: Request) -> Response:
         text = await self._in_thread(self._metrics.render)
         return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    def _admin(self, verb: str) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            peer = request.client.host if request.client else "?"
+            await self._require_token(request, peer)
+            try:
+                wanted = msgspec.json.decode(await _body(request), type=VERBS[verb])
+            except msgspec.DecodeError as error:
+                raise RequestError(f"the body of {verb}: {error}") from error
+            log.info("admin: %s by %s", verb, peer)
+            done = await self._in_thread(lambda: perform(self._daemon, wanted, self._token.reload), _ADMIN_S)
+            return _json(done)
+
+        return answer
+
+    async def _require_token(self, request: Request, peer: str) -> None:
+        kind, _, shown = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and self._token.matches(shown.strip()):
+            return
+        self._limiter.log(logging.WARNING, peer, "admin: %s shows no valid token", peer)
+        await asyncio.sleep(_WRONG_TOKEN_S)  # slows down who tries them one by one
+        remedy = "the one in daemon.token_file" if self._token.given else "daemon.token_file is none"
+        raise HTTPException(401, f"admin requests need Authorization: Bearer TOKEN; {remedy}")
+
+
+async def _body(request: Request) -> bytes:
+    """The body, bounded; the port bounds its time."""
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > _MOST_BODY:
+            raise HTTPException(413, f"the body is over the limit of {_MOST_BODY} bytes")
+    return data
 
 
 def _status_of(error: KVFerryError) -> int:

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from kvferry.daemon.faults import Faults
     from kvferry.daemon.node import Daemon
     from kvferry.daemon.sessions import EngineSession
+    from kvferry.store.tier import TierNamespace
 
 __all__ = [
     "ClientStatus",
     "DaemonStatus",
     "FaultStatus",
+    "NamespaceStatus",
     "OperationStatus",
     "ProcessStatus",
     "SlowStatus",
@@ -28,7 +30,7 @@ __all__ = [
 ]
 
 _NAME_LENGTH = 100
-_MOST_CLIENTS = 1000
+_MOST_LISTED = 1000
 
 
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,16 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = {}
 
 
+class NamespaceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One namespace that was used since the start."""
+
+    namespace: str
+    """Its id, 64 hexadecimal digits."""
+    model: str
+    group: str
+    block_nbytes: int
+
+
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The store of one tenant; sizes are those of its memory."""
 
@@ -66,6 +78,8 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     evicted_blocks: int
     expired_leases: int
     tiers: tuple[TierStatus, ...]
+    namespaces: tuple[NamespaceStatus, ...]
+    """At most 1000, the first that were used."""
 
 
 class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,8 +178,8 @@ def collect(daemon: Daemon, faults: Faults, *, version: str, http: str) -> Daemo
         sessions_left_behind=daemon.sessions.left_behind,
         requests_under_way=daemon.work.count,
         process=_process(),
-        tenants=tuple(_tenant(name, store.stats()) for name, store in daemon.stores.items()),
-        clients=tuple(clients[:_MOST_CLIENTS]),
+        tenants=tuple(_tenant(name, store.stats(), store.spaces()) for name, store in daemon.stores.items()),
+        clients=tuple(clients[:_MOST_LISTED]),
         operations=_operations(daemon),
         slowest=tuple(
             SlowStatus(**{**slow._asdict(), "session": slow.session[:_NAME_LENGTH]})
@@ -205,7 +219,7 @@ def _client(session: EngineSession) -> ClientStatus:
 _OWN_FIELDS = frozenset(TierStatus.__struct_fields__) | {"mapped_nbytes"}
 
 
-def _tenant(name: str, stats: Stats) -> TenantStatus:
+def _tenant(name: str, stats: Stats, spaces: list[TierNamespace]) -> TenantStatus:
     return TenantStatus(
         name=name,
         used_nbytes=stats.used_nbytes,
@@ -221,6 +235,15 @@ def _tenant(name: str, stats: Stats) -> TenantStatus:
         evicted_blocks=stats.evicted_blocks,
         expired_leases=stats.expired_leases,
         tiers=tuple(_tier(tier, dict(figures)) for tier, figures in stats.per_tier.items()),
+        namespaces=tuple(
+            NamespaceStatus(
+                namespace=space.namespace_id.hex(),
+                model=space.spec.model[:_NAME_LENGTH],
+                group=space.spec.group[:_NAME_LENGTH],
+                block_nbytes=space.spec.block_nbytes,
+            )
+            for space in spaces[:_MOST_LISTED]
+        ),
     )
 
 

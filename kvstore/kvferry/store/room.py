@@ -13,7 +13,7 @@ from kvferry.core.condition import QuietCondition
 from kvferry.core.eviction import Entry
 from kvferry.core.pool import BlockPool
 
-__all__ = ["RoomKeeper"]
+__all__ = ["RoomKeeper", "evict_some"]
 
 _LOG = logging.getLogger(__name__)
 _BATCH = 64  # evictions between which others get the lock
@@ -94,3 +94,31 @@ class RoomKeeper:
 
     def _excess(self) -> float:
         return self._pool.arena.used_nbytes - self._pool.leaving_nbytes - self._low
+
+
+def evict_some(
+    pool: BlockPool, lock: threading.Lock, changed: Callable[[], None], nbytes: int
+) -> tuple[int, int]:
+    """Evict, or begin to, until ``nbytes`` have gone or nothing more can; gives up the lock now and then.
+
+    Returns:
+        Blocks and bytes.
+    """
+    blocks = gone = 0
+    while gone < nbytes:
+        with lock:
+            before, steps = _staying(pool), pool.evictions(_held)
+            taken = 0
+            while taken < _BATCH and before - _staying(pool) < nbytes - gone and next(steps, False):
+                taken += 1
+            steps.close()
+            gone += before - _staying(pool)
+            blocks += taken
+            changed()
+        if not taken:
+            break
+    return blocks, gone
+
+
+def _staying(pool: BlockPool) -> int:
+    return pool.arena.used_nbytes - pool.leaving_nbytes

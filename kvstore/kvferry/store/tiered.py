@@ -27,7 +27,7 @@ from kvferry.store.down import WayDown
 from kvferry.store.fetch import Fetcher
 from kvferry.store.level import Level, LevelOptions
 from kvferry.store.options import StoreOptions
-from kvferry.store.room import RoomKeeper
+from kvferry.store.room import RoomKeeper, evict_some
 from kvferry.store.tier import Tier, TierNamespace
 from kvferry.store.writer import TierWriter
 
@@ -217,6 +217,21 @@ class TieredStore(MemoryStore):
             thread.join(max(0.0, last - time.monotonic()))
             if thread.is_alive():
                 _LOG.warning("tier %s does not close; it is left to end by itself", level.name)
+
+    # ---- for operators -------------------------------------------------------------------------
+
+    def spaces(self) -> list[TierNamespace]:
+        """The namespaces that were used since the store was made."""
+        with self._lock:
+            return list(self._spaces.values())
+
+    def evict(self, nbytes: int) -> tuple[int, int]:
+        """Evict from memory what would go first, until ``nbytes`` are free or on their way to slower tiers.
+
+        Returns:
+            Blocks and bytes; fewer where the rest is held.
+        """
+        return evict_some(self._pool, self._lock, self._cond.notify_all, nbytes)
 
     # ---- called by namespaces --------------------------------------------------------------------
 
