@@ -6,10 +6,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from kvferry.core.arena import ArenaMap, Slot
@@ -17,6 +18,7 @@ from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError, LeaseExpiredError, StoreError, TransportError, UnavailableError
 from kvferry.core.keys import BlockKey
+from kvferry.core.leases import checked_indexes
 from kvferry.core.spec import KVSpec
 from kvferry.core.streaming_copy import stream_into
 from kvferry.wire import daemon_messages as d
@@ -249,6 +251,11 @@ class ClientWriteLease(_ClientLease):
     kind = "write"
     _writings = 0
     _quarantined = False
+    _lossy: frozenset[int] = frozenset()
+
+    def mark_lossy(self, indexes: Iterable[int]) -> None:
+        """Blocks that have lost something; the daemon hears of it with the commit."""
+        self._lossy |= checked_indexes(indexes, len(self))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -361,6 +368,7 @@ class ClientWriteLease(_ClientLease):
         with self._link.line(deadline, epoch=self.epoch) as line:
             request = d.CommitBlocks(
                 lease=self.number, timeout_s=max(0.0, deadline - time.monotonic()), publish=publish,
+                lossy=tuple(sorted(self._lossy)) or msgspec.UNSET,
                 ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
             answer = line.channel.call(request, d.Stored, payload=payload, deadline=deadline)

@@ -154,6 +154,19 @@ class WriteLease(Lease, Protocol):
         """
         ...
 
+    def mark_lossy(self, indexes: Iterable[int]) -> None:
+        """Say, before :meth:`commit`, which blocks are not what was computed: a lossy codec brought them.
+
+        Stored they stay marked: they reach no tier that takes no loss.
+
+        Args:
+            indexes: Numbers of blocks of this lease.
+
+        Raises:
+            IndexError: If it has no such block.
+        """
+        ...
+
     def commit(self) -> int:
         """Publish all blocks at once and end the lease.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -114,7 +114,8 @@ class SlotLease:
     """
 
     __slots__ = (
-        "_owner", "expires_at", "keys", "lease_id", "reason", "session", "slots", "spec", "state", "writings",
+        "_owner", "expires_at", "keys", "lease_id", "lossy", "reason", "session", "slots", "spec", "state",
+        "writings",
     )  # fmt: skip
     kind = ""
 
@@ -138,6 +139,7 @@ class SlotLease:
         self.state = LeaseState.ACTIVE
         self.reason = ""
         self.writings = 0
+        self.lossy: frozenset[int] = frozenset()  # of a write lease: blocks that have lost something
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -252,6 +254,10 @@ class SlotWriteLease(SlotLease):
     __slots__ = ()
     kind = "write"
 
+    def mark_lossy(self, indexes: Iterable[int]) -> None:
+        """See :meth:`kvferry.core.blockstore.WriteLease.mark_lossy`."""
+        self.lossy |= checked_indexes(indexes, len(self))
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Held around a write by somebody else's hand into the slots.
@@ -298,6 +304,18 @@ class SlotWriteLease(SlotLease):
 
     def __exit__(self, *exc_info: object) -> None:
         self.abort()
+
+
+def checked_indexes(indexes: Iterable[int], count: int) -> frozenset[int]:
+    """``indexes`` as a set.
+
+    Raises:
+        IndexError: If one is none of ``count`` blocks.
+    """
+    found = frozenset(indexes)
+    if wrong := [index for index in found if not 0 <= index < count]:
+        raise IndexError(f"a lease of {count} blocks has no block {wrong[0]}")
+    return found
 
 
 class MappedReadLease:

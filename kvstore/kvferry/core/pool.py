@@ -138,7 +138,10 @@ class BlockPool(BlockTable):
             return []
         fill = self._fills.pop(lease.lease_id)
         slot_nbytes = lease.slots[0].slot_nbytes
-        return self.publish_all(fill.namespace_id, slot_nbytes, lease.keys, fill.parents, lease.slots)
+        blocks = self.publish_all(fill.namespace_id, slot_nbytes, lease.keys, fill.parents, lease.slots)
+        for index in lease.lossy:
+            blocks[index].lossy = True
+        return blocks
 
     def _new(self, blocks: list[Block]) -> list[Block]:
         """Those that are stored; slots of the others go back."""

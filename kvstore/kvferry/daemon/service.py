@@ -266,6 +266,10 @@ class Service:
     def _commit(self, message: d.CommitBlocks, incoming: Incoming) -> Reply:
         lease = self._write_lease(message.lease)
         self._moved = (len(lease), len(lease) * lease.spec.block_nbytes)
+        if message.lossy:
+            if max(message.lossy) >= len(lease):
+                raise ProtocolError(f"{self._channel.address}: no block {max(message.lossy)}", remote=True)
+            lease.mark_lossy(message.lossy)
         if incoming.payload_nbytes:
             wanted = len(lease) * lease.spec.block_nbytes
             if incoming.payload_nbytes != wanted:

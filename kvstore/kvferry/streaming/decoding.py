@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvferry.codecs import decode_frame
-from kvferry.codecs.frame import MAX_HEADER_NBYTES
+from kvferry.codecs.frame import MAX_HEADER_NBYTES, Frame
 from kvferry.core.buffers import copy_into
 from kvferry.core.clock import time_left
 from kvferry.core.errors import KVFerryError, ProtocolError, TransferTimeoutError
@@ -36,6 +36,7 @@ class _Frame:
     buffer: memoryview
     layer: LayerSpec
     targets: list[memoryview]
+    slots: BlockSlots
 
 
 class SliceDecoder:
@@ -98,7 +99,7 @@ class SliceDecoder:
         buffer = self._codec.take(nbytes)
         incoming.read_into([buffer[:nbytes]], deadline)
         with self._changed:
-            self._waiting.append(_Frame(message, buffer[:nbytes], buffer, layer, targets))
+            self._waiting.append(_Frame(message, buffer[:nbytes], buffer, layer, targets, slots))
             self._changed.notify_all()
 
     def _targets(
@@ -135,7 +136,8 @@ class SliceDecoder:
         try:
             while (frame := self._next()) is not None:
                 started_at = time.monotonic()
-                self._decode(frame)
+                if self._decode(frame).lossy:
+                    frame.slots.mark_lossy(frame.message.blocks)
                 took = time.monotonic() - started_at
                 self._codec.give(frame.buffer)
                 message = frame.message
@@ -163,16 +165,16 @@ class SliceDecoder:
                 self._changed.wait(_TICK_S)
         return None
 
-    def _decode(self, frame: _Frame) -> None:
+    def _decode(self, frame: _Frame) -> Frame:
         layer, targets, lossless = frame.layer, frame.targets, not self._codec.accepts_lossy
         if len(targets) == 1:
-            decode_frame(frame.payload, layer, targets[0], lossless_only=lossless)
-            return
+            return decode_frame(frame.payload, layer, targets[0], lossless_only=lossless)
         size = layer.nbytes
         plain = self._codec.take(size * len(targets))
         try:
-            decode_frame(frame.payload, layer, plain[: size * len(targets)], lossless_only=lossless)
+            found = decode_frame(frame.payload, layer, plain[: size * len(targets)], lossless_only=lossless)
             for index, target in enumerate(targets):
                 copy_into(target, plain[index * size : (index + 1) * size])
+            return found
         finally:
             self._codec.give(plain)

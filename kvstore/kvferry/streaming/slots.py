@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from kvferry.core.blockstore import Lease, Namespace, ReadLease, WriteLease
@@ -126,6 +126,12 @@ class BlockSlots:
         if slot is None:
             raise LeaseExpiredError(f"the slot of block {block} was given up meanwhile")
         return slot[self._namespace.spec.layer_slice(layer)]
+
+    def mark_lossy(self, blocks: Iterable[int]) -> None:
+        """Missing blocks that a lossy codec brought: the store keeps them from what takes no loss."""
+        with self._lock:
+            if self._write is not None:
+                self._write.mark_lossy(self._reserved[block] for block in blocks if block in self._reserved)
 
     def readable(self, block: int, layer: int) -> memoryview:
         """The layer slice of a block, whether it was stored before or was received."""

@@ -166,12 +166,14 @@ class Reserved(Message, frozen=True, tag="reserved"):
 class CommitBlocks(Request, frozen=True, kw_only=True, tag="commit_blocks"):
     """Publish the blocks of a write lease. Payload: their bytes, unless they are in their slots already.
 
-    With ``publish``, a number for it, a read lease on all of them begins at the same moment.
+    With ``publish``, a number for it, a read lease on all of them begins at the same moment. ``lossy`` are
+    the numbers of the blocks that are not what was computed, since a lossy codec brought them.
     """
 
     lease: Word
     timeout_s: Seconds
     publish: Word = 0
+    lossy: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class SaveBlocks(Request, frozen=True, kw_only=True, tag="save_blocks"):

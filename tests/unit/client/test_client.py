@@ -90,6 +90,25 @@ def test_a_lease_is_found_by_another_process_of_its_session(start: Start, share_
         assert worker.find_lease(read.lease_id) is None or scheduler.stats().leases == 0
 
 
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_the_daemon_hears_which_blocks_a_lossy_codec_brought(
+    start: Start, tmp_path: Path, share_memory: bool
+) -> None:
+    daemon = start(f"store.tiers=disk:{tmp_path}/kv?capacity=4MiB&direct=off")
+    with Client(daemon.addresses[0], ClientOptions(share_memory=share_memory)) as client:
+        namespace = client.namespace(SPEC)
+        keys = namespace.keys([1] * 3 * SPEC.block_tokens)
+        with namespace.reserve(keys, parent=None, deadline=deadline_in(5)) as lease:
+            lease.mark_lossy([2])
+            with pytest.raises(IndexError, match="no block 3"):
+                lease.mark_lossy([3])
+            stored, held = lease.publish()
+            assert stored == 3
+            held.release()
+        assert client.flush(deadline=deadline_in(5))
+        assert stats(daemon).per_tier["disk"]["entries"] == 2
+
+
 def test_a_release_is_told_without_a_further_call(start: Start) -> None:
     daemon = start()
     with Client(daemon.addresses[0]) as client:

@@ -6,7 +6,8 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,11 @@ from kvferry.codecs.adaptive import AdaptiveChoice
 from kvferry.core import DType, KVSpec, LayerSpec, TensorSpec, deadline_in
 from kvferry.core.errors import CodecError, ConfigError, KVFerryError, ProtocolError
 from kvferry.core.memory import MemoryStore
+from kvferry.store.disk import DiskOptions, DiskTier
+from kvferry.store.encoding import TierCodec
+from kvferry.store.level import LevelOptions
+from kvferry.store.policies import WriteThrough
+from kvferry.store.tiered import TieredStore
 from kvferry.streaming import LayerReceiver, LayerSender, LinkCodec, StreamCodec, codec_capabilities
 from kvferry.streaming import encoding as encoding_module
 from kvferry.testing.prompt_kv import PromptKV, kv_spec
@@ -151,6 +157,23 @@ def test_the_first_tokens_of_a_prompt_are_exact_behind_a_lossy_codec(
 
     with _end(store, spec, StreamCodec(allow_lossy=True)) as end:
         _send(end, kv, StreamCodec("int8"), handoff, check)
+
+
+@pytest.mark.parametrize("codec", ["int8", "ebp"])
+def test_what_a_lossy_codec_brought_reaches_no_tier_that_takes_no_loss(
+    tmp_path: Path, handoff: Callable[[int], Handoff], codec: str
+) -> None:
+    kv = PromptKV(SPEC, 16 * 6 + 5, normal=True)
+    options = DiskOptions((str(tmp_path),), 8 << 20, direct="off")
+    tier = DiskTier("disk", options, codec=TierCodec())
+    levels = [(tier, LevelOptions(write=WriteThrough()))]
+    with closing(TieredStore(64 * SPEC.block_nbytes, levels)) as store:
+        with _end(store, SPEC, StreamCodec(allow_lossy=True)) as end:
+            _send(end, kv, StreamCodec(codec), handoff, lambda _: None)
+        assert store.flush(deadline=deadline_in(10))  # nothing counts as lost
+        kept = {bytes(entry.key) for entry in tier.scan()}
+    # the start of a prompt goes as it is
+    assert kept == {bytes(key) for key in (kv.keys[:1] if codec == "int8" else kv.keys)}
 
 
 def test_a_lossless_receiver_refuses_a_lossy_stream_by_name_before_any_kv(store: MemoryStore) -> None:
