@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 
 from kvferry.core.arena import Arena
+from kvferry.core.block_events import BlockJournal
 from kvferry.core.chains import Block, ChainIndex
 from kvferry.core.errors import StoreError
 from kvferry.core.eviction import Entry, EvictionPolicy
@@ -41,6 +42,7 @@ class BlockTable:
         stored_nbytes: All stored blocks. All three count whole slots.
         leaving_nbytes: Stored blocks that go as soon as a copy of them is made; part of ``held_nbytes``.
         may_leave: Asked before a block is evicted; see :class:`Leave`.
+        journal: Told of every block that comes or goes, where somebody listens.
     """
 
     def __init__(self, arena: Arena, policy: EvictionPolicy) -> None:
@@ -54,6 +56,7 @@ class BlockTable:
         self.leaving_nbytes = 0
         self.saved_blocks = 0
         self.evicted_blocks = 0
+        self.journal = BlockJournal()
         self.may_leave: Callable[[Block], Leave] | None = None
         self._leaving: Counter[Block] = Counter()
         self._pins: list[tuple[float, int, Block]] = []
@@ -96,6 +99,8 @@ class BlockTable:
             self.held_nbytes += block.nbytes
             self.forgotten_nbytes -= block.nbytes
         self.policy.inserted(block)
+        if self.journal.feeds:
+            self.journal.note(True, index.namespace_id, block.key)
 
     def publish_all(
         self, namespace_id: bytes, slot_nbytes: int, keys: Iterable[BlockKey],
@@ -133,6 +138,8 @@ class BlockTable:
             index.attach(block)
         tail = index.discard(block)
         block.stored = False
+        if self.journal.feeds:
+            self.journal.note(False, index.namespace_id, block.key)
         self.policy.removed(block)
         if tail is not None:
             self.policy.released(tail)

@@ -46,7 +46,8 @@ class PortLimits:
             there.
         answer_timeout_s: From there until its body was read and its answer was taken; ``None`` leaves that to
             the application.
-        streams: Paths whose answers may take as long as they like.
+        streams: Paths whose answers may take as long as they like, while the client takes what is sent.
+        stall_timeout_s: After which a client of such a path that takes nothing is cut.
     """
 
     max_connections: int = 1024
@@ -54,6 +55,7 @@ class PortLimits:
     head_timeout_s: float = 10.0
     answer_timeout_s: float | None = None
     streams: frozenset[str] = frozenset()
+    stall_timeout_s: float = 10.0
 
 
 class _BoundedProtocol(H11Protocol):
@@ -88,10 +90,26 @@ class _BoundedProtocol(H11Protocol):
         if self.cycle is before or self.cycle.response_complete:
             return
         timeout_s = self.limits.answer_timeout_s
-        if timeout_s is None or self.scope["path"] in self.limits.streams:
+        if timeout_s is None or self._streams:
             self._disarm()
         else:
             self._arm(timeout_s, "a request or its answer took too long")
+
+    def pause_writing(self) -> None:
+        """The client does not take what was sent."""
+        super().pause_writing()
+        if self._streams:
+            self._arm(self.limits.stall_timeout_s, "takes nothing")
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        super().resume_writing()
+        if self._streams:
+            self._disarm()
+
+    @property
+    def _streams(self) -> bool:
+        return self.scope is not None and self.scope["path"] in self.limits.streams
 
     def on_response_complete(self) -> None:
         """An answer was written."""

@@ -27,6 +27,7 @@ from kvferry.core.http_port import HttpServer, PortLimits
 from kvferry.core.log import LogLimiter
 from kvferry.core.metrics import CONTENT_TYPE
 from kvferry.daemon.admin import VERBS, perform
+from kvferry.daemon.event_stream import EventStreams, Snapshot
 from kvferry.daemon.faults import Faults
 from kvferry.daemon.metrics import DaemonMetrics, daemon_metrics
 from kvferry.daemon.status import DaemonStatus, collect
@@ -52,7 +53,9 @@ _MOST_BODY: Final = 1 << 20
 _FRESH_S: Final = 0.2
 _CLOSE_S: Final = 3.0
 _WAITING: Final = 64
-_LIMITS: Final = PortLimits(max_connections=128, head_timeout_s=10.0, answer_timeout_s=_ANSWER_S)
+_LIMITS: Final = PortLimits(
+    max_connections=128, head_timeout_s=10.0, answer_timeout_s=_ANSWER_S, streams=frozenset({"/events"})
+)
 _PAGE_HEADERS: Final = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -110,6 +113,7 @@ class DaemonHttp:
             ["path", "code"],
         )
         self._limiter = LogLimiter(log)
+        self._streams = EventStreams()
         self._page = resources.files("kvferry.daemon").joinpath("page.html").read_bytes()
 
     def start(self) -> None:
@@ -122,6 +126,7 @@ class DaemonHttp:
 
     def close(self) -> None:
         """End it; requests under way get a moment."""
+        self._streams.close()
         self._server.stop()
         self._server.join(_CLOSE_S + 2)
         self._server.close()
@@ -141,8 +146,14 @@ class DaemonHttp:
     # ---- the application ---------------------------------------------------------------------------
 
     def _app(self) -> ASGIApp:
-        routes = {"/": self._index, "/live": self._live, "/ready": self._ready, "/status": self._show_status}
-        routes["/metrics"] = self._show_metrics
+        routes: dict[str, Endpoint] = {
+            "/": self._index,
+            "/live": self._live,
+            "/ready": self._ready,
+            "/status": self._show_status,
+            "/metrics": self._show_metrics,
+            "/events": self._events,
+        }
         app = Starlette(
             routes=[
                 *(Route(path, self._contained(path, endpoint)) for path, endpoint in routes.items()),
@@ -236,6 +247,20 @@ class DaemonHttp:
     async def _show_metrics(self, _request: Request) -> Response:
         text = await self._in_thread(self._metrics.render)
         return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def _events(self, request: Request) -> Response:
+        await self._require_token(request, request.client.host if request.client else "?")
+        tenant = request.query_params.get("tenant", "default")
+        store = self._daemon.stores.get(tenant)
+        if store is None:
+            raise RequestError(f"there is no tenant {tenant[:120]!r}")
+        feed = self._streams.open()
+        try:
+            seq, present = await self._in_thread(lambda: store.listen(feed))
+        except BaseException:
+            self._streams.end(feed)
+            raise
+        return self._streams.response(feed, Snapshot(store.arena.epoch, tenant, seq, present))
 
     def _admin(self, verb: str) -> Endpoint:
         async def answer(request: Request) -> Response:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
+from kvferry.core.block_events import BlockFeed
 from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
 from kvferry.core.clock import checked_deadline
@@ -224,6 +225,18 @@ class TieredStore(MemoryStore):
         """The namespaces that were used since the store was made."""
         with self._lock:
             return list(self._spaces.values())
+
+    def listen(self, feed: BlockFeed) -> tuple[int, dict[bytes, list[BlockKey]]]:
+        """Tell ``feed`` of all blocks that come into memory or go from it, until it is over.
+
+        Returns:
+            The number of the last event before, and the blocks in memory at that moment, by namespace.
+        """
+        with self._lock:
+            self._require_open()
+            self._pool.journal.attach(feed)
+            present = {ns: list(index.entries) for ns, index in self._pool.indexes.items()}
+            return self._pool.journal.seq, present
 
     def evict(self, nbytes: int) -> tuple[int, int]:
         """Evict from memory what would go first, until ``nbytes`` are free or on their way to slower tiers.
