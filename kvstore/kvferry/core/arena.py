@@ -406,7 +406,7 @@ class ArenaMap:
         Raises:
             StoreError: If one lies in no segment that is mapped here.
         """
-        segments = self._segments
+        segments, at = self._segments, 0
         try:
             for at in range(0, len(words), 3):
                 if segments[words[at]].generations[words[at + 1] // PAGE_NBYTES] != words[at + 2]:
