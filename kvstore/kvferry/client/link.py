@@ -152,7 +152,7 @@ class Link:
         self.leases: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()
         self.closed = False
         self._channel_options = ChannelOptions(
-            role="client", session=self.session, checksum=options.checksum, credential=options.credential,
+            role=options.role, session=self.session, checksum=options.checksum, credential=options.credential,
             hello_timeout_s=options.connect_timeout_s, capabilities=(SHARED_ARENA,),
         )  # fmt: skip
         self._numbers = itertools.count((secrets.randbits(31) << 32) + 1)

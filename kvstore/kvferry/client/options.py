@@ -28,6 +28,7 @@ class ClientOptions:
         max_mapped_nbytes: Most bytes of the daemon's memory to map; that of the machine if not given.
         kept_nbytes: Memory kept for blocks that come over a connection.
         share_memory: Whether to use the daemon's memory where both are on one machine.
+        role: What this end says it is; ``peer`` where it is a daemon itself.
     """
 
     session: str = ""
@@ -41,6 +42,7 @@ class ClientOptions:
     max_mapped_nbytes: int | None = None
     kept_nbytes: int = 256 << 20
     share_memory: bool = True
+    role: str = "client"
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "call_timeout_s", "first_pause_s", "last_pause_s"):

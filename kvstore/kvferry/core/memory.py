@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvferry.core.arena import Arena, ArenaLayout
 from kvferry.core.blockstore import Completion, Hit, Stats
@@ -77,6 +77,7 @@ class MemoryStore:
         self.lease_s = lease_s
         self.arena = Arena(capacity_nbytes, tenant=tenant, placement=placement, shared=shared)
         self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
+        self._elsewhere = 0  # slower tiers that are other daemons, as bits
         self._lock = threading.Lock()
         self._cond = QuietCondition(self._lock)
         self._pool = BlockPool(self.arena, self, eviction(self.arena.capacity_nbytes))
@@ -202,6 +203,8 @@ class MemoryStore:
             self._require_publishable(lease)
             fill = self._pool.fill(lease)
             stored = self._pool.commit(lease)
+            if fill is not None:
+                fill.mark(stored)
             self._cond.notify_all()
             self._stored(stored, 0.0 if fill is None else fill.deadline)
             return len(stored)
@@ -294,11 +297,20 @@ class MemoryStore:
     def _reserve(
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, deadline: float
     ) -> SlotWriteLease:
-        parents = dict(zip(keys, [parent, *keys], strict=False))
+        return self._reserve_each(namespace, dict(zip(keys, [parent, *keys], strict=False)), deadline)
+
+    def _reserve_each(
+        self,
+        namespace: MemoryNamespace,
+        parents: dict[BlockKey, BlockKey | None],
+        deadline: float,
+        facts: Mapping[BlockKey, tuple[int, bool]] | None = None,
+    ) -> SlotWriteLease:
         asked = self._below(namespace, parents, deadline)
         with self._lock:
             missing, slots, now = self._take_slots(namespace, parents, asked, deadline)
-            fill = Fill(namespace.namespace_id, tuple(missing.values()), deadline)
+            elsewhere = self._elsewhere if namespace.local_only else 0
+            fill = Fill(namespace.namespace_id, tuple(missing.values()), deadline, elsewhere, facts or {})
             return self._pool.open_write(
                 namespace.session, namespace.spec, fill, tuple(missing), slots, now + self.lease_s
             )

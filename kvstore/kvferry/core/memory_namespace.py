@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core import keys as _keys
@@ -32,6 +32,10 @@ def _require_parent(parent: BlockKey | None) -> None:
 class MemoryNamespace:
     """See :class:`kvferry.core.blockstore.Namespace`. Cheap: holds no blocks itself.
 
+    Attributes:
+        local_only: It answers another daemon: tiers that are daemons are neither asked nor given what is
+            saved here, and ``load`` takes keys that are no run of a chain.
+
     Every verb that takes keys raises :class:`ConfigError` if one of them is not 32 bytes.
     """
 
@@ -43,6 +47,7 @@ class MemoryNamespace:
         self.namespace_id = namespace_id(spec, scope)
         self.block_nbytes = spec.block_nbytes
         self.slot_nbytes = Slot(0, 0, spec.block_nbytes, 0).slot_nbytes
+        self.local_only = False
 
     def keys(self, tokens: Tokens, *, media: Sequence[Media] = ()) -> list[BlockKey]:
         """Keys of the full blocks of ``tokens``."""
@@ -77,6 +82,33 @@ class MemoryNamespace:
         keys = require_keys(keys)
         _require_parent(parent)
         return self._store._reserve(self, keys, parent, checked_deadline(deadline))
+
+    def reserve_each(
+        self,
+        parents: Mapping[BlockKey, BlockKey | None],
+        *,
+        facts: Mapping[BlockKey, tuple[int, bool]],
+        deadline: float,
+    ) -> SlotWriteLease:
+        """As :meth:`reserve`, for blocks of any chains.
+
+        Args:
+            parents: The keys with the key before each, heads before tails.
+            facts: Position of each (-1: not known) and whether it has lost something.
+            deadline: By when room must be found.
+
+        Raises:
+            CapacityError: As :meth:`reserve`.
+        """
+        require_keys(list(parents))
+        for parent in parents.values():
+            _require_parent(parent)
+        return self._store._reserve_each(self, dict(parents), checked_deadline(deadline), facts)
+
+    def facts(self, lease: SlotReadLease) -> list[tuple[BlockKey | None, int, bool]]:
+        """Of each block of a lease: its parent, position (-1: not known), and whether it lost something."""
+        with self._store._lock:
+            return [(b.parent, b.find_position(), b.lossy) for b in self._store._pool.leased(lease)]
 
     def save(
         self, blocks: Sequence[tuple[BlockKey, Buf]], *, parent: BlockKey | None, deadline: float

@@ -7,8 +7,8 @@ around every call, and the arena's own lock is taken inside it.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvferry.core.arena import Arena
 from kvferry.core.block_table import BlockTable, Leave
@@ -31,11 +31,26 @@ class Fill:
         namespace_id: Of its blocks.
         parents: Each block's parent.
         deadline: By when the save wanted to be done.
+        places: Slower tiers that need no copy of its blocks, as bits.
+        facts: Position (-1: not known) and whether something was lost, of blocks of which that was told.
     """
 
     namespace_id: bytes
     parents: tuple[BlockKey | None, ...]
     deadline: float
+    places: int = 0
+    facts: Mapping[BlockKey, tuple[int, bool]] = field(default_factory=dict)
+
+    def mark(self, blocks: Iterable[Block]) -> None:
+        """Note on blocks that were published what was told of them."""
+        if not self.places and not self.facts:
+            return
+        for block in blocks:
+            block.places |= self.places
+            position, lossy = self.facts.get(block.key, (-1, False))
+            block.lossy = block.lossy or lossy
+            if position >= 0:
+                block.position = position
 
 
 class BlockPool(BlockTable):
@@ -96,6 +111,10 @@ class BlockPool(BlockTable):
             self._read_blocks[lease.lease_id] = tuple(blocks)
             self.reads.add(lease)
         return lease
+
+    def leased(self, lease: SlotReadLease) -> tuple[Block, ...]:
+        """The blocks of a read lease that is not over."""
+        return self._read_blocks.get(lease.lease_id, ())
 
     def close_read(self, lease: SlotReadLease, state: LeaseState, reason: str) -> None:
         """End a read lease and its holds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -15,11 +15,12 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.process import require_loopback
 from kvferry.core.runtime_folder import daemon_socket, runtime_folder
 from kvferry.core.units import format_nbytes
+from kvferry.store.remote.peer import PeerOptions
 
 if TYPE_CHECKING:
     from kvferry.core.config import Config, StoreConfig
 
-__all__ = ["listen_urls", "store_config"]
+__all__ = ["listen_urls", "require_other_peers", "store_config"]
 
 
 def listen_urls(config: Config) -> list[tuple[str, str]]:
@@ -49,6 +50,24 @@ def listen_urls(config: Config) -> list[tuple[str, str]]:
             raise ConfigError(f"{url} ({option}): a daemon listens on unix, tcp, tls, ucx or auto addresses")
         require_loopback(url, option, trusted_network=config.wire.trusted_network)
     return found
+
+
+def require_other_peers(store: StoreConfig, listen: list[tuple[str, str]]) -> None:
+    """Refuse a peer that is this daemon itself, as far as addresses tell; else it is seen when it answers.
+
+    Raises:
+        ConfigError: With the address and the option.
+    """
+    for tier in store.tiers:
+        if tier.kind != "peer":
+            continue
+        options = PeerOptions(peers=tuple(tier.options.get("peers", ())))
+        for (own, option), peer in product(listen, map(str, options.addresses())):
+            if same_place(peer, own):
+                name = tier.name or tier.kind
+                raise ConfigError(
+                    f"peer {peer} of tier {name} is this daemon itself ({option}): leave it out of its peers"
+                )
 
 
 def store_config(config: Config) -> StoreConfig:

@@ -12,7 +12,7 @@ import msgspec
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierError, UnknownPluginError
 from kvferry.core.process import listening
-from kvferry.daemon.checks import listen_urls, store_config
+from kvferry.daemon.checks import listen_urls, require_other_peers, store_config
 from kvferry.daemon.operations import Operations
 from kvferry.daemon.service import Service
 from kvferry.daemon.sessions import Sessions
@@ -25,6 +25,7 @@ from kvferry.wire.server import ChannelServer
 from kvferry.wire.shared_arena import SHARED_ARENA
 
 if TYPE_CHECKING:
+    from kvferry.client.peer import PeerClient
     from kvferry.core.config import Config, StoreConfig
 
 __all__ = ["DEFAULT_TENANT", "Daemon"]
@@ -58,6 +59,7 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         urls = listen_urls(config)
         store = store_config(config)
+        require_other_peers(store, urls)
         self.config = config
         self.sessions = Sessions()
         self.work = Work()
@@ -82,9 +84,18 @@ class Daemon:
 
     def _open(self, store: StoreConfig) -> TieredStore:
         try:
-            return open_store(store, tenant=DEFAULT_TENANT, shared=self.config.daemon.arena == "shared")
+            shared = self.config.daemon.arena == "shared"
+            return open_store(store, tenant=DEFAULT_TENANT, shared=shared, peers=self._peer)
         except TierError as error:
             raise ConfigError(f"{error} (daemon.disk, --disk, or store.tiers)") from error
+
+    def _peer(self, url: str, *, connections: int, timeout_s: float) -> PeerClient:
+        """What a peer tier asks another daemon with."""
+        from kvferry.client.peer import PeerClient
+
+        return PeerClient(
+            url, connections=connections, timeout_s=timeout_s, own_epoch=lambda: self._store.arena.epoch
+        )
 
     def __repr__(self) -> str:
         return f"<Daemon at {' '.join(self.addresses)}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import time
@@ -24,6 +25,7 @@ from kvferry.core.keys import BlockKey, split_keys
 from kvferry.core.leases import SlotLease, SlotReadLease, SlotWriteLease
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.segments import Slot
+from kvferry.daemon.peer_requests import has_blocks, read_blocks, remove_blocks, write_blocks
 from kvferry.wire import daemon_messages as d
 from kvferry.wire.channel import Channel
 from kvferry.wire.incoming import Incoming
@@ -49,6 +51,7 @@ class Reply(NamedTuple):
 
     message: Message
     payload: Sequence[Buf] = ()
+    held: Sequence[SlotReadLease] = ()  # until it is sent
 
 
 class Service:
@@ -88,6 +91,7 @@ class Service:
             d.FlushStore: self._flush,
             d.GetStats: lambda _: Reply(d.StoreStats(stats=self._session.store.stats())),
             d.PollStore: self._poll,
+            d.AskPeer: self._ask_peer,
             Ping: lambda _: Reply(Pong()),
         }
 
@@ -134,7 +138,12 @@ class Service:
             self._channel.send_failure(error, deadline=deadline_in(_SEND_S), request_id=incoming.request_id)
             return False
         nbytes = sum(map(len, cast("Sequence[memoryview]", reply.payload)))
-        self._channel.reply(incoming, reply.message, reply.payload, deadline=self._send_by(nbytes))
+        try:
+            self._channel.reply(incoming, reply.message, reply.payload, deadline=self._send_by(nbytes))
+        finally:
+            for lease in reply.held:
+                with contextlib.suppress(KVFerryError):
+                    lease.release()
         return True
 
     def _reply_to(self, incoming: Incoming) -> Reply:
@@ -143,6 +152,8 @@ class Service:
             return self._commit(message, incoming)
         if isinstance(message, d.SaveBlocks):
             return self._save(message, incoming)
+        if isinstance(message, d.WritePeer):
+            return self._write_peer(message, incoming)
         verb = self._verbs.get(type(message))
         if verb is None:
             raise ProtocolError(
@@ -190,6 +201,32 @@ class Service:
                 f"{self._channel.address}: namespace {number} was not opened on this connection", remote=True
             )
         return self._namespaces[number]
+
+    # ---- another daemon --------------------------------------------------------------------------
+
+    def _for_peer(self, number: int) -> MemoryNamespace:
+        """A namespace as it answers a daemon: from tiers of its own, so that nothing goes round in a ring."""
+        own = self._namespace(number)
+        namespace = self._session.store.namespace(own.spec, own.scope)
+        namespace.local_only = True
+        return namespace
+
+    def _ask_peer(self, message: d.AskPeer) -> Reply:
+        namespace = self._for_peer(message.namespace)
+        if message.verb == "has":
+            return Reply(has_blocks(namespace, split_keys(message.keys)))
+        if message.verb == "remove":
+            return Reply(remove_blocks(namespace, split_keys(message.keys)))
+        self._require_taking()
+        found = read_blocks(namespace, message, self._node.max_payload_nbytes)
+        self._moved = (len(found.payload), len(found.payload) * namespace.block_nbytes)
+        return Reply(found.message, found.payload, found.leases)
+
+    def _write_peer(self, message: d.WritePeer, incoming: Incoming) -> Reply:
+        self._require_taking()
+        self._moved = (len(message.lossy), incoming.payload_nbytes)
+        namespace = self._for_peer(message.namespace)
+        return Reply(write_blocks(namespace, message, incoming, self._channel.address))
 
     def _attach(self, incoming: Incoming) -> None:
         if not self._shares:
@@ -384,6 +421,8 @@ _VERBS: Final[dict[type[Message], str]] = {
     d.FlushStore: "flush",
     d.GetStats: "stats",
     d.PollStore: "poll",
+    d.AskPeer: "peer_read",
+    d.WritePeer: "peer_write",
     AttachArena: "attach",
     Ping: "ping",
 }

@@ -104,8 +104,8 @@ class WayDown:
             for writer in self.at_commit:  # nothing waits here, so that every block is still there
                 level, waits = writer.level, False
                 for block in blocks:
-                    if block.lossy and not level.tier.takes_lossy:
-                        continue  # brought by a lossy codec; not lost, but none of this tier's
+                    if not writer.wants(block):
+                        continue  # lossy, and none of this tier's; or from a daemon that this tier may be
                     if not level.options.admission.admit(block.index.namespace_id, block.key):
                         continue
                     if not waits and self._put(writer, block):

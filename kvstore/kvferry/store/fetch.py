@@ -140,7 +140,8 @@ class Fetcher:
                 until = min(deadline, hopeful_until)
                 plan = self._try_plan(namespace, keys, where, patient=now < deadline, hopeful=now < until)
                 if plan is not None:
-                    above = {} if stay else _parents(plan.order)  # a prefetch may be of any blocks
+                    free = stay or namespace.local_only  # they may be of any chains
+                    above = {} if free else _parents(plan.order)
                     for item in plan.items:
                         item.parent = above.get(item.key, UNKNOWN_PARENT)
                         policy = item.level.options.promotion
@@ -255,15 +256,19 @@ class Fetcher:
             for item in left:
                 by_level.setdefault(item.level.number, []).append(item)
             _in_parallel([_reader(store, space, items, deadline) for items in by_level.values()], deadline)
-            left = [item for item in left if self._try_below(space, item, deadline)]
+            left = [item for item in left if self._try_below(plan.namespace, space, item, deadline)]
 
-    def _try_below(self, space: TierNamespace, item: _Item, deadline: float) -> bool:
+    def _try_below(
+        self, namespace: MemoryNamespace, space: TierNamespace, item: _Item, deadline: float
+    ) -> bool:
         result = item.result
         if result.outcome is ReadOutcome.HIT or time.monotonic() >= deadline:
             return False
         if over_when(result.in_flight, item.reference) is not None:
             return False  # the slot is not this load's alone
         for level in self._store.levels[item.level.number + 1 :]:
+            if namespace.local_only and level.tier.to_daemons:
+                continue
             if level.contains(space, [item.key], deadline)[0]:
                 item.level = level
                 return True

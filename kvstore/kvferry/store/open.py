@@ -11,18 +11,25 @@ from kvferry.core.tier_plugins import TIERS
 from kvferry.store.level import LevelOptions
 from kvferry.store.options import StoreOptions
 from kvferry.store.policies import admission_policy, eviction_policy, promotion_policy, write_policy
+from kvferry.store.remote.peer import PeerTier
 from kvferry.store.tier import Tier
 from kvferry.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     from kvferry.core.config import StoreConfig
     from kvferry.core.config_tiers import TierConfig
+    from kvferry.store.remote.peer import PeerMaker
 
 __all__ = ["open_store"]
 
 
 def open_store(
-    config: StoreConfig, *, tenant: str = "default", session: Session | None = None, shared: bool = True
+    config: StoreConfig,
+    *,
+    tenant: str = "default",
+    session: Session | None = None,
+    shared: bool = True,
+    peers: PeerMaker | None = None,
 ) -> TieredStore:
     """The store that ``config`` describes, with its tiers and policies.
 
@@ -31,6 +38,7 @@ def open_store(
         tenant: Whose KV it holds; 1 to 120 bytes of UTF-8.
         session: See :class:`~kvferry.core.memory.MemoryStore`.
         shared: See :class:`~kvferry.core.memory.MemoryStore`.
+        peers: Makes what a ``peer`` tier asks other daemons with; without it there can be no such tier.
 
     Raises:
         ConfigError: If a plug-in is not known or a value cannot be used; nothing stays open.
@@ -50,7 +58,10 @@ def open_store(
         for table in config.tiers:
             used = _level_options(table)
             plugin: type[Tier] = TIERS.load(table.kind)
-            tiers.append((plugin.from_options(table.name or table.kind, table.options), used))
+            tier = plugin.from_options(table.name or table.kind, table.options)
+            tiers.append((tier, used))
+            if isinstance(tier, PeerTier):
+                tier.connect(peers)
     except BaseException:
         for tier, _ in tiers:
             tier.close()

@@ -235,6 +235,7 @@ class Tier(ABC):
         indexed: Whether :meth:`contains` and :meth:`scan` answer from memory, without waiting for the medium.
         option_names: Names of all options that :meth:`from_options` takes; ``None``: not told, and then not
             checked before the tier is built.
+        to_daemons: Whether it is other daemons: it takes no part in what a daemon asks or stores.
         takes_lossy: Whether it stores and gives blocks that have lost something: :attr:`BlockWrite.lossy`.
     """
 
@@ -244,6 +245,7 @@ class Tier(ABC):
     persistent: bool = False
     indexed: bool = True
     takes_lossy: bool = False
+    to_daemons: bool = False
 
     @classmethod
     @abstractmethod

@@ -109,6 +109,7 @@ class TieredStore(MemoryStore):
             for tier, _ in pairs:
                 tier.close()
             raise
+        self._elsewhere = sum(level.bit for level in self.levels if level.tier.to_daemons)
         self.options = options
         self._spaces: dict[bytes, TierNamespace] = {}
         self._workers: Workers | None = None
@@ -306,6 +307,8 @@ class TieredStore(MemoryStore):
         for level in self.levels:
             if not missing:
                 break
+            if namespace.local_only and level.tier.to_daemons:
+                continue
             held = level.contains(space, missing, deadline)
             found.update((key, level) for key, is_held in zip(missing, held, strict=True) if is_held)
             missing = [key for key, is_held in zip(missing, held, strict=True) if not is_held]
@@ -405,6 +408,8 @@ class TieredStore(MemoryStore):
         until = time.monotonic() + self.options.remove_s
         try:
             for writer in self._down.writers:
+                if namespace.local_only and writer.level.tier.to_daemons:
+                    continue
                 gone.update(self._remove_from(writer, namespace, keys, until))
         finally:
             for level in self.levels:

@@ -19,6 +19,7 @@ def daemon_frames(spec: KVSpec, scope: KeyScope) -> list[tuple[Message, bytes]]:
     stats = Stats(entries=2, used_nbytes=8192, per_tier={"dram": {"entries": 2.0}})
     done = Completion("prefetch-1", "prefetch", False, 4096, 0.5, (1,))
     at: dict[str, Any] = {"expires_at": 30.5, "epoch": "e1"}
+    of_one: dict[str, Any] = {"parents": (bytes(32),), "positions": (3,), "lossy": b"\x00"}
     opened = d.NamespaceOpened(namespace=1, lease_s=30.0, shared=True, writable=True)
     return [
         (d.OpenNamespace(spec=spec, scope=scope, namespace_id=bytes(32), **more), b""),
@@ -45,4 +46,8 @@ def daemon_frames(spec: KVSpec, scope: KeyScope) -> list[tuple[Message, bytes]]:
         (d.StoreStats(stats=stats), b""),
         (d.PollStore(), b""),
         (d.Completions(completions=(done,)), b""),
+        (d.AskPeer(namespace=1, verb="read", keys=keys, timeout_s=1.5), b""),
+        (d.PeerBlocks(asked=2, keys=keys[:32], **of_one, expires_at=30.5), bytes(range(128))),
+        (d.WritePeer(namespace=1, keys=keys[:32], **of_one, timeout_s=1.5), bytes(range(128))),
+        (d.PeerMarks(marks=b"\x01\x00"), b""),
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from kvferry.wire.spec_check import check_spec
 
 __all__ = [
     "SLOT_NBYTES",
+    "AskPeer",
     "BlockVerb",
     "CommitBlocks",
     "Completions",
@@ -36,6 +37,9 @@ __all__ = [
     "LookupBlocks",
     "NamespaceOpened",
     "OpenNamespace",
+    "PeerBlocks",
+    "PeerMarks",
+    "PeerVerb",
     "PollStore",
     "QuarantineLease",
     "RenewLease",
@@ -46,6 +50,7 @@ __all__ = [
     "StoreStats",
     "Stored",
     "Verb",
+    "WritePeer",
 ]
 
 SLOT_NBYTES = 24
@@ -53,6 +58,7 @@ SLOT_NBYTES = 24
 
 Keys: TypeAlias = bytes
 """Keys of 32 bytes each, one behind the other."""
+PeerVerb: TypeAlias = Literal["has", "read", "remove"]
 Verb: TypeAlias = Literal["prefetch", "pin", "unpin", "remove", "clear"]
 
 
@@ -284,9 +290,65 @@ class Completions(Message, frozen=True, tag="completions"):
     completions: tuple[Completion, ...] = ()
 
 
+class AskPeer(Request, frozen=True, kw_only=True, tag="ask_peer"):
+    """A daemon asks another for blocks of any chains; answered from tiers of its own, never from its peers.
+
+    ``has`` and ``remove`` are answered by :class:`PeerMarks`, ``read`` by :class:`PeerBlocks`.
+    """
+
+    namespace: Count
+    verb: PeerVerb
+    keys: Keys
+    timeout_s: Seconds
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+class PeerBlocks(Message, frozen=True, tag="peer_blocks"):
+    """Payload: the blocks of ``keys``, right if all of it has arrived before ``expires_at``.
+
+    ``asked`` says how many of the keys were looked at, ``parents`` and ``positions`` (-1: not known) are of
+    the blocks that were found, ``lossy`` a byte each, not 0 if it has lost something.
+    """
+
+    asked: Count
+    keys: Keys = b""
+    parents: tuple[bytes | None, ...] = ()
+    positions: tuple[int, ...] = ()
+    lossy: bytes = b""
+    expires_at: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+class WritePeer(Request, frozen=True, kw_only=True, tag="write_peer"):
+    """Store blocks of any chains. Payload: the bytes of all ``keys``, which differ.
+
+    The rest is as in :class:`PeerBlocks`. Answered by :class:`PeerMarks`: 1 for stored, 0 for there already.
+    """
+
+    namespace: Count
+    keys: Keys
+    parents: tuple[bytes | None, ...]
+    positions: tuple[int, ...]
+    lossy: bytes
+    timeout_s: Seconds
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+class PeerMarks(Message, frozen=True, tag="peer_marks"):
+    """A byte for each key that was asked."""
+
+    marks: bytes
+
+
 DaemonMessage: TypeAlias = (
     OpenNamespace | NamespaceOpened | LookupBlocks | LookedUp | LoadBlocks | Loaded | ReserveBlocks
     | Reserved | CommitBlocks | SaveBlocks | Stored | EndLeases | QuarantineLease | RenewLease
     | LeaseRenewed | FindLease | FoundLease | BlockVerb | FlushStore | Done | GetStats | StoreStats
-    | PollStore | Completions
+    | PollStore | Completions | AskPeer | PeerBlocks | WritePeer | PeerMarks
 )  # fmt: skip

@@ -82,6 +82,10 @@ TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
         d.StoreStats: 85,
         d.PollStore: 86,
         d.Completions: 87,
+        d.AskPeer: 88,
+        d.PeerBlocks: 89,
+        d.WritePeer: 90,
+        d.PeerMarks: 91,
     }
 )
 NUMBERS: Final[dict[type[Message], int]] = dict(TYPE_NUMBERS)  # asked for every frame: faster than the proxy
@@ -89,7 +93,17 @@ TYPES: Final[dict[int, type[Message]]] = {number: cls for cls, number in TYPE_NU
 NAMES: Final[Mapping[type[Message], str]] = {cls: str(cls.__struct_config__.tag) for cls in TYPE_NUMBERS}
 
 PAYLOAD_TYPES: Final[frozenset[type[Message]]] = frozenset(
-    {m.PutLayer, m.PutEncoded, m.Prefill, d.Loaded, d.FoundLease, d.CommitBlocks, d.SaveBlocks}
+    {
+        m.PutLayer,
+        m.PutEncoded,
+        m.Prefill,
+        d.Loaded,
+        d.FoundLease,
+        d.CommitBlocks,
+        d.SaveBlocks,
+        d.PeerBlocks,
+        d.WritePeer,
+    }
 )
 """Messages whose frame may have a payload; in any other frame one is refused unread."""
 DESCRIPTOR_TYPES: Final[frozenset[type[Message]]] = frozenset({m.ArenaSegments})

@@ -18,7 +18,15 @@ from kvferry.core.tier_plugins import TierOption
 from kvferry.core.units import format_nbytes, parse_nbytes, parse_seconds
 from kvferry.core.values import require_bool, require_number, require_text, require_whole
 
-__all__ = ["RemoteOptions", "describe_options", "option", "option_names", "read_options", "read_secret"]
+__all__ = [
+    "RemoteOptions",
+    "check_options",
+    "describe_options",
+    "option",
+    "option_names",
+    "read_options",
+    "read_secret",
+]
 
 T = TypeVar("T")
 Kind = Literal["size", "time", "whole", "text", "bool", "list"]
@@ -104,8 +112,7 @@ class RemoteOptions:
     server_pause_s: float = option("time", "Before it is tried again.", 0.5, least=0.01, most=60)
 
     def __post_init__(self) -> None:
-        for each, about in _abouts(type(self)):
-            _check(_shown_name(each), getattr(self, each.name), about, optional=each.default is None)
+        check_options(self)
         allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
         if not 0 < len(self.prefix) <= 128 or set(self.prefix) - set(allowed) or self.prefix.startswith("."):
             raise ConfigError(f"prefix is {self.prefix!r}, must be 1 to 128 letters, digits, or . _ -")
@@ -129,6 +136,16 @@ def read_secret(path: str | None, what: str) -> bytes | None:
     if not secret or len(found) > _MAX_SECRET_NBYTES:
         raise ConfigError(f"{what}: {path} holds no secret in its first line")
     return secret
+
+
+def check_options(options: object) -> None:
+    """Check each option by its kind and bounds.
+
+    Raises:
+        ConfigError: For the first that is wrong.
+    """
+    for each, about in _abouts(type(options)):
+        _check(_shown_name(each), getattr(options, each.name), about, optional=each.default is None)
 
 
 def option_names(cls: type[Any]) -> tuple[str, ...]:

@@ -1,0 +1,189 @@
+"""Daemons that are peers of each other: one is killed, stopped, restarted, or named by mistake."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import Client, ClientOptions
+from kvferry.client.peer import PeerClient
+from kvferry.core.blockstore import Namespace
+from kvferry.core.clock import deadline_in
+from kvferry.core.config_sources import load_config
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import BlockKey
+from kvferry.daemon import Daemon
+from kvferry.store.remote.peer import PeerTier
+from kvferry.store.tier import TierNamespace
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.processes import Command
+
+SPEC = small_spec("peer-faults")
+HEAL_S = 5.0
+
+
+def url(folder: Path, name: str) -> str:
+    return f"unix://{folder}/{name}.sock"
+
+
+def serve(folder: Path, name: str, *peers: str) -> Command:
+    tiers = [f"--set=store.tiers={tier(folder, *peers)}"] if peers else ["--disk", "none"]
+    return Command(
+        "serve", "--socket", f"{folder}/{name}.sock", "--set", "daemon.listen=none", "--http", "none",
+        "--capacity", "8MiB", *tiers,
+    )  # fmt: skip
+
+
+def tier(folder: Path, *peers: str) -> str:
+    named = "&".join(f"peers={url(folder, peer)}" for peer in peers)
+    return f"peer:?{named}&timeout=0.3s&write=write_through"
+
+
+def in_process(folder: Path, name: str, *peers: str) -> Daemon:
+    config = load_config(None, assignments=[
+        f"daemon.socket={folder}/{name}.sock", "daemon.listen=none", "store.dram_capacity=8MiB",
+        f"store.tiers={tier(folder, *peers)}",
+    ]).config  # fmt: skip
+    return Daemon(config)
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Iterator[Daemon]:
+    """The daemon ``a``, in this process, with the peers ``b`` and ``c``, which are not there yet."""
+    daemon = in_process(tmp_path, "a", "b", "c")
+    yield daemon
+    daemon.close()
+
+
+def stop(command: Command) -> None:
+    """SIGSTOP, and wait until it stands still."""
+    command.process.send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{command.process.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+
+
+def tier_of(daemon: Daemon) -> PeerTier:
+    (level,) = daemon.store_of("default").levels
+    assert isinstance(level.tier, PeerTier)
+    return level.tier
+
+
+def share(daemon: Daemon, keys: list[BlockKey], name: str) -> list[BlockKey]:
+    return [key for key in keys if "bc"[tier_of(daemon).placement.owner(key)] == name]
+
+
+def held(ns: Namespace, keys: list[BlockKey]) -> set[BlockKey]:
+    return {key for key, where in zip(keys, ns.lookup(keys).tiers, strict=True) if where is not None}
+
+
+def loaded(ns: Namespace, key: BlockKey) -> bool:
+    with ns.load([key], deadline=deadline_in(5)) as lease:
+        if not lease.keys:
+            return False
+        assert lease.view(0) == block_bytes(key, SPEC.block_nbytes)
+        return True
+
+
+def test_a_lost_peer_costs_only_its_share_and_heals(
+    tmp_path: Path, ours: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not there at the start, stopped, killed: the daemon goes on, says so once, and heals."""
+    caplog.set_level(logging.INFO)
+    with Client(url(tmp_path, "a"), ClientOptions(call_timeout_s=10)) as client:
+        ns = client.namespace(SPEC)
+        keys = ns.keys([3] * 12 * SPEC.block_tokens)
+        mine, lost = share(ours, keys, "b"), share(ours, keys, "c")
+        assert mine
+        assert lost
+        assert ns.lookup(keys).prefix == 0
+        with serve(tmp_path, "b") as b, serve(tmp_path, "c") as c:
+            b.wait_ready()
+            c.wait_ready()
+            wait_until(lambda: tier_of(ours).usage().healthy, HEAL_S)
+            save_blocks(ns, keys)
+            assert client.flush(deadline=deadline_in(10))
+            store = ours.store_of("default")
+            with store._lock:
+                store._forget(ns.namespace_id, None)  # from memory alone
+            assert held(ns, keys) == set(keys)
+            stop(c)
+            lost_peer_is_missed(ours, ns, keys, caplog)
+            c.process.send_signal(signal.SIGCONT)
+            wait_until(lambda: held(ns, keys) == set(keys), HEAL_S)
+            assert loaded(ns, lost[0])
+            c.kill()
+            lost_peer_is_missed(ours, ns, [key for key in keys if key != lost[0]], caplog)
+            with serve(tmp_path, "c") as again:
+                again.wait_ready()
+                wait_until(lambda: tier_of(ours).usage().healthy, HEAL_S)
+                more = ns.keys([4] * 12 * SPEC.block_tokens)
+                save_blocks(ns, more)
+                assert client.flush(deadline=deadline_in(10))
+                with Client(url(tmp_path, "c")) as there:
+                    assert held(there.namespace(SPEC), more) == set(share(ours, more, "c"))
+
+
+def lost_peer_is_missed(
+    ours: Daemon, ns: Namespace, keys: list[BlockKey], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    mine, lost = share(ours, keys, "b"), share(ours, keys, "c")
+    for _ in range(8):  # it may take two to be sure that it is gone
+        started = time.monotonic()
+        assert held(ns, keys) == set(mine)
+        assert time.monotonic() - started < 2
+    assert loaded(ns, mine[-1])
+    assert not loaded(ns, lost[-1])
+    assert ours.store_of("default").levels[0].reads.opened == 0, "its fault was taken for the tier's"
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "c.sock" in line and "is away" in line]) == 1
+    assert not tier_of(ours).usage().healthy
+
+
+def test_peers_of_each_other_do_not_go_round(tmp_path: Path) -> None:
+    """What comes from a peer is neither given on nor asked further, also while that one does not answer."""
+    with closing(in_process(tmp_path, "d", "b")), serve(tmp_path, "b", "d") as b:
+        b.wait_ready()
+        with Client(url(tmp_path, "b")) as client, Client(url(tmp_path, "d")) as other:
+            ns = client.namespace(SPEC)
+            keys = ns.keys([6] * 6 * SPEC.block_tokens)
+            save_blocks(ns, keys)
+            for each in (client, other):
+                assert each.flush(deadline=deadline_in(10))
+            there = other.namespace(SPEC)
+            assert all(loaded(there, key) for key in keys)
+            assert client.stats().per_tier["peer"]["stored"] == 6
+            assert other.stats().per_tier["peer"]["stored"] == 0
+            assert other.stats().per_tier["peer"]["present"] == 0, "sent back to where it came from"
+            stop(b)
+            asks = PeerClient(url(tmp_path, "d"), connections=1, timeout_s=5, own_epoch=lambda: "test")
+            try:
+                space = TierNamespace.of("default", SPEC)
+                nowhere = ns.keys([7] * 2 * SPEC.block_tokens)
+                started = time.monotonic()
+                assert asks.has(space, nowhere, deadline_in(5)) == [False, False]
+                assert time.monotonic() - started < 0.4, "it asked its own peer, which hangs"
+            finally:
+                asks.close()
+                b.process.send_signal(signal.SIGCONT)
+
+
+def test_a_daemon_is_not_its_own_peer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="sock of tier peer is this daemon itself"):
+        in_process(tmp_path, "self", "self")
+    (tmp_path / "c.sock").symlink_to(tmp_path / "a.sock")  # by another name it is seen when it answers
+    daemon = in_process(tmp_path, "a", "c")
+    try:
+        ns = daemon.store_of("default").namespace(SPEC)
+        for _ in range(3):
+            assert ns.lookup(ns.keys([8] * SPEC.block_tokens)).prefix == 0
+        assert "is this daemon itself" in str(tier_of(daemon).usage().status)
+    finally:
+        daemon.close()
+    assert sum("is this daemon itself" in r.getMessage() for r in caplog.records) == 1
