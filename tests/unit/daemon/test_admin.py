@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.app import main
 from kvferry.cli.daemon_http import Port
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, RequestError, UnavailableError
@@ -145,3 +146,31 @@ def test_the_admin_log_names_verb_and_peer(
     wait_until(lambda: "admin: evict by 127.0.0.1" in caplog.text)
     assert running.token not in caplog.text
     assert running.token not in json.dumps(running.port.ask("GET", "/status").decode())
+
+
+def test_the_commands_do_it_and_say_so(
+    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = saved(running)
+    assert running.client.flush(deadline=deadline_in(10))
+    namespace = running.port.status().tenants[0].namespaces[0].namespace
+    where = ["--url", running.http.url, "--token-file", str(tmp_path / "token")]
+
+    def kvferry(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *where])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, capsys.readouterr().out
+
+    assert kvferry("pin", keys[0].hex(), "--namespace", namespace, "--ttl", "2h") == (
+        0,
+        "1 of 1 blocks are pinned\n",
+    )
+    code, out = kvferry("pin", "0" * 64, "--namespace", namespace, "--json")
+    assert (code, json.loads(out)["blocks"]) == (1, 0)
+    code, out = kvferry("evict", "1KiB", "--json")
+    assert (code, json.loads(out)["done"]) == (0, True)
+    assert kvferry("clear", "--namespace", namespace) == (0, "8 blocks of 1 namespaces were removed\n")
+    assert kvferry("drain", "--timeout", "1s")[0] == 0
+    assert kvferry("drain", "--resume") == (0, "it takes new work again\n")
+    assert kvferry("reload") == (0, "the token was read again\n")

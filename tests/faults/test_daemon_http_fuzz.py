@@ -1,0 +1,105 @@
+"""Mutated HTTP requests against a live daemon: refused in few lines, without a traceback, without memory."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.daemon_http import Port
+from kvferry.core.address import parse_url
+from kvferry.testing.processes import Command
+
+TOKEN = "a-token-for-the-fuzz-test"
+GET = "GET {} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAccept: */*\r\n\r\n"
+POST = (
+    "POST /admin/{} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nAuthorization: Bearer "
+    + TOKEN
+    + "\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}"
+)
+CHUNKED = (
+    "POST /admin/evict HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer "
+    + TOKEN
+    + '\r\nTransfer-Encoding: chunked\r\n\r\nc\r\n{"nbytes": 1\r\n1\r\n}\r\n0\r\n\r\n'
+)
+BODIES = {
+    "clear": "{}",
+    "evict": '{"nbytes": 10}',
+    "drain": '{"timeout_s": 0, "resume": true}',
+    "reload": "{}",
+}
+SEEDS = [
+    *(GET.format(path) for path in ("/", "/status", "/metrics", "/live", "/ready", "/no/such?x=%00&y=1")),
+    *(POST.format(verb, len(body), body) for verb, body in BODIES.items()),
+    CHUNKED,
+]
+
+
+def mutated(chance: random.Random) -> bytes:
+    data = bytearray(chance.choice(SEEDS).encode())
+    for _ in range(chance.randint(1, 6)):
+        at = chance.randrange(len(data))
+        kind = chance.randrange(5)
+        if kind == 0:
+            data[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            del data[at : at + chance.randint(1, 8)]
+        elif kind == 2:
+            data[at:at] = chance.randbytes(chance.randint(1, 8))
+        elif kind == 3:
+            data[at:at] = data[at : at + chance.randint(1, 64)] * chance.randint(1, 40)
+        else:
+            data[at:at] = chance.choice(
+                [b"\r\n", b"\0", b"99999999999999999999", b"-1", b"%", b"\xff\xfe", b":"]
+            )
+        data = data or bytearray(b"x")
+    return bytes(data)
+
+
+def send(address: tuple[str, int], data: bytes) -> None:
+    with socket.create_connection(address, timeout=30) as sock:
+        try:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(65536):
+                pass
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_mutated_requests_do_no_harm(tmp_path: Path, count: int) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    words = ["serve", "--socket", f"{tmp_path}/d.sock", "--capacity", "4MiB", "--disk", "none"]
+    words += [
+        "--http",
+        "http://127.0.0.1:0",
+        "--set",
+        "daemon.listen=none",
+        "--set",
+        f"daemon.token_file={token}",
+    ]
+    with Command(*words) as daemon:
+        url = daemon.wait_ready()["http"]
+        parsed, port = parse_url(url, default_port=0), Port(url)
+        address = (parsed.host, parsed.port or 0)
+        for seed in SEEDS:
+            send(address, seed.encode())
+        before = port.status().process.resident_nbytes
+        chance = random.Random(count)
+        for _ in range(count):
+            send(address, mutated(chance))
+        status = port.status()
+        assert status.process.resident_nbytes - before < 16 << 20
+        assert not status.draining or port.ask("GET", "/live")
+        assert daemon.process.poll() is None
+        assert "Traceback" not in daemon.err
+        refusals = [line for line in daemon.err.splitlines() if "http:" in line or "shows no valid" in line]
+        assert 1 <= len(refusals) <= 20 + count // 500
+        assert TOKEN not in daemon.err
+        daemon.terminate()
+        assert "Traceback" not in daemon.err
