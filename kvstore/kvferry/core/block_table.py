@@ -91,8 +91,8 @@ class BlockTable:
     def add(self, block: Block) -> None:
         """Store a block whose key is not stored, as used now; tails come before their parents."""
         index = block.index
+        block.stored = True  # first: the slot of a block in the index that says otherwise would be given away
         index.add(block)
-        block.stored = True
         self.entries += 1
         self.stored_nbytes += index.slot_nbytes
         if block.holds:
@@ -144,7 +144,7 @@ class BlockTable:
         if tail is not None:
             self.policy.released(tail)
         if not index.entries:
-            del self.indexes[index.namespace_id]
+            self.indexes.pop(index.namespace_id, None)
         self.entries -= 1
         self.stored_nbytes -= nbytes
         if block.holds:

@@ -52,7 +52,7 @@ def as_bytes_view(buf: Buf) -> memoryview:
         TypeError: If it is not contiguous.
     """
     view = buf.data if isinstance(buf, np.ndarray) else memoryview(buf)
-    if view.ndim == 1 and view.format == "B":
+    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
         return view
     if view.nbytes == 0:
         return memoryview(b"")

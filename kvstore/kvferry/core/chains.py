@@ -42,7 +42,13 @@ class ChainIndex(Generic[E]):
             self.attach(entry)
 
     def discard(self, entry: E) -> E | None:
-        """Forget a stored entry; returns its parent if that is a tail now."""
+        """Forget a stored entry; returns its parent if that is a tail now.
+
+        One that is not stored is passed over: an exception of a signal handler may have ended a call half
+        way, and whoever goes on with it should not fail for ever.
+        """
+        if self.entries.get(entry.key) is not entry:
+            return None
         del self.entries[entry.key]
         if entry.children:
             self._orphans[entry.key] = entry.children
@@ -68,11 +74,11 @@ class ChainIndex(Generic[E]):
         if above is not None:
             above.children -= 1
             return None if above.children else above
-        left = self._orphans[parent] - 1
-        if left:
+        left = self._orphans.get(parent, 0) - 1
+        if left > 0:
             self._orphans[parent] = left
         else:
-            del self._orphans[parent]
+            self._orphans.pop(parent, None)
         return None
 
     def chain(self, key: BlockKey | None) -> Iterator[E]:

@@ -35,17 +35,25 @@ class QuietCondition(threading.Condition):
             woken = sleeper.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
             self._mutex.acquire()
-            if not woken and sleeper in self._sleepers:
+            if sleeper in self._sleepers:
                 self._sleepers.remove(sleeper)
         return woken
 
     def notify(self, n: int = 1) -> None:
         """See :meth:`threading.Condition.notify`."""
         while self._sleepers and n > 0:
-            self._sleepers.popleft().release()
+            self._wake(self._sleepers[0])  # before it is taken out: an exception in between forgets nobody
+            self._sleepers.popleft()
             n -= 1
 
     def notify_all(self) -> None:
         """See :meth:`threading.Condition.notify_all`."""
-        while self._sleepers:
-            self._sleepers.popleft().release()
+        if self._sleepers:
+            for sleeper in self._sleepers:
+                self._wake(sleeper)
+            self._sleepers.clear()
+
+    @staticmethod
+    def _wake(sleeper: threading.Lock) -> None:
+        if sleeper.locked():  # not if it was woken by a call that an exception ended
+            sleeper.release()

@@ -132,10 +132,10 @@ class EntryList:
 
     @staticmethod
     def unlink(entry: Entry) -> None:
-        """Take ``entry`` out of whatever list it is in."""
+        """Take ``entry`` out of whatever list it is in; of none, if a signal handler kept it out."""
         older, newer = entry.older, entry.newer
-        assert older is not None
-        assert newer is not None
+        if older is None or newer is None:
+            return
         older.newer, newer.older = newer, older
         entry.older = entry.newer = None
 
@@ -177,9 +177,8 @@ class LRUPolicy:
             if entry is newest:
                 continue
             older, newer = entry.older, entry.newer
-            assert older is not None
-            assert newer is not None
-            older.newer, newer.older = newer, older
+            if older is not None and newer is not None:  # else a signal handler kept it from being entered
+                older.newer, newer.older = newer, older
             entry.mark = 0
             entry.older = newest
             newest.newer = entry

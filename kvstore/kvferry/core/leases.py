@@ -357,7 +357,11 @@ class MappedReadLease:
 
 
 class LeaseTable(Generic[_LeaseT]):
-    """Leases that hold something, by id, by session and by deadline. The store's lock is held."""
+    """Leases that hold something, by id, by session and by deadline. The store's lock is held.
+
+    An exception of a signal handler may end :meth:`add` or :meth:`discard` anywhere: what they leave half
+    done is passed over, so that no later call fails by it.
+    """
 
     def __init__(self) -> None:
         self._leases: dict[str, _LeaseT] = {}
@@ -388,11 +392,11 @@ class LeaseTable(Generic[_LeaseT]):
         if self._leases.pop(lease.lease_id, None) is None:
             return False
         session_id = lease.session.session_id
-        mine = self._by_session[session_id]
-        del mine[lease.lease_id]
+        mine = self._by_session.get(session_id, {})
+        mine.pop(lease.lease_id, None)  # it may miss there: see the class
         self.charge(session_id, -lease.slot_nbytes)
         if not mine:
-            del self._by_session[session_id]
+            self._by_session.pop(session_id, None)
         if len(self._deadlines) > 2 * len(self._leases) + 64:
             self._deadlines = [d for d in self._deadlines if d[1] in self._leases]
             heapq.heapify(self._deadlines)
@@ -431,7 +435,7 @@ class LeaseTable(Generic[_LeaseT]):
 
     def sessions(self) -> list[Session]:
         """Sessions that hold something."""
-        return [next(iter(leases.values())).session for leases in self._by_session.values()]
+        return [next(iter(leases.values())).session for leases in self._by_session.values() if leases]
 
     def of(self, session: Session) -> list[_LeaseT]:
         """The leases of ``session``."""

@@ -29,6 +29,19 @@ def _require_parent(parent: BlockKey | None) -> None:
         require_key(parent, "the parent")
 
 
+def _pairs(blocks: Sequence[tuple[BlockKey, Buf]]) -> Sequence[tuple[BlockKey, Buf]]:
+    try:
+        found = list(blocks)
+        wrong = next((i for i, pair in enumerate(found) if len(pair) != 2), None)
+    except TypeError as error:
+        raise ConfigError(
+            f"blocks are {type(blocks).__name__}, must be pairs of a key and its bytes"
+        ) from error
+    if wrong is not None:
+        raise ConfigError(f"block {wrong} of {len(found)} is no pair of a key and its bytes")
+    return found
+
+
 class MemoryNamespace:
     """See :class:`kvferry.core.blockstore.Namespace`. Cheap: holds no blocks itself.
 
@@ -40,6 +53,10 @@ class MemoryNamespace:
     """
 
     def __init__(self, store: MemoryStore, session: Session, spec: KVSpec, scope: KeyScope) -> None:
+        if not isinstance(spec, KVSpec):
+            raise ConfigError(f"the spec of a namespace is {type(spec).__name__}, must be a KVSpec")
+        if not isinstance(scope, KeyScope):
+            raise ConfigError(f"the scope of a namespace is {type(scope).__name__}, must be a KeyScope")
         self._store = store
         self.session = session
         self.spec = spec
@@ -119,7 +136,7 @@ class MemoryNamespace:
 
         Raises:
             CapacityError: As :meth:`reserve`.
-            ConfigError: If a buffer is not ``spec.block_nbytes`` long; nothing is stored.
+            ConfigError: If a buffer is not ``spec.block_nbytes`` contiguous bytes; nothing is stored.
             LeaseExpiredError: If the session or the store ended meanwhile; nothing is stored.
         """
         deadline = checked_deadline(deadline)
@@ -127,9 +144,16 @@ class MemoryNamespace:
         parents: dict[BlockKey, BlockKey | None] = {}
         above = parent
         _require_parent(parent)
-        for key, buf in blocks:
+        for key, buf in _pairs(blocks):
             require_key(key)
-            source = as_bytes_view(buf)
+            try:
+                source = as_bytes_view(buf)
+            except (TypeError, ValueError, BufferError) as error:
+                raise ConfigError(
+                    f"block {key[:8].hex()}… is of type {type(buf).__name__} and gives no contiguous bytes "
+                    f"({error}); give {self.block_nbytes} bytes, such as bytes, memoryview or a C-contiguous "
+                    "numpy array (numpy.ascontiguousarray makes one)"
+                ) from error
             if len(source) != self.block_nbytes:
                 raise ConfigError(
                     f"block {key[:8].hex()}… has {len(source)} bytes, a block of this spec has "

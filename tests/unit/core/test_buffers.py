@@ -92,3 +92,9 @@ def test_rows_cover_all_bytes_and_little_twice() -> None:
         assert step < row, "rows that just meet are joined"
         assert step % 64 == 0
         assert count * row < 1.01 * nbytes
+
+
+@pytest.mark.parametrize("nbytes", [64, 2 << 20])
+def test_what_is_not_contiguous_is_refused_whatever_its_size(nbytes: int) -> None:
+    with pytest.raises(TypeError, match="contiguous"):
+        as_bytes_view(np.zeros((nbytes, 2), np.uint8)[:, 0])

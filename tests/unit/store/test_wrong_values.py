@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from kvferry.core.clock import deadline_in
@@ -116,3 +118,31 @@ def test_tiers_are_closed_if_another_is_none() -> None:
 
 def test_paths_may_be_paths(tmp_path: Path) -> None:
     assert DiskOptions((cast("Any", tmp_path),), 1 << 20).directories == (str(tmp_path),)
+
+
+def _foreign(nbytes: int) -> list[object]:
+    strided = np.zeros((nbytes, 2), np.uint8)[:, 0]
+    fortran = np.asfortranarray(np.zeros((nbytes // 4, 4), np.uint8))
+    return ["a" * nbytes, None, [0] * nbytes, 7, strided, fortran]
+
+
+def test_values_of_blocks_are_refused_by_their_key() -> None:
+    with closing(TieredStore(1 << 20)) as store:
+        namespace = store.namespace(small_spec())
+        (key,) = namespace.keys(range(small_spec().block_tokens))
+        for value in _foreign(small_spec().block_nbytes):
+            with pytest.raises(ConfigError, match=f"block {key[:8].hex()}.* contiguous"):
+                namespace.save([(key, cast("Any", value))], parent=None, deadline=deadline_in(1))
+        for blocks in (None, 7, [key], [(key,)], [7]):
+            with pytest.raises(ConfigError, match="pair"):
+                namespace.save(cast("Any", blocks), parent=None, deadline=deadline_in(1))
+        assert store.stats().used_nbytes == 0
+
+
+@pytest.mark.parametrize("wrong", [None, "model", {}])
+def test_what_is_no_spec_or_scope_is_refused_by_its_type(wrong: Any) -> None:
+    with closing(TieredStore(1 << 20)) as store:
+        with pytest.raises(ConfigError, match=f"spec .* is {type(wrong).__name__}"):
+            store.namespace(wrong)
+        with pytest.raises(ConfigError, match=f"scope .* is {type(wrong).__name__}"):
+            store.namespace(small_spec(), wrong)
