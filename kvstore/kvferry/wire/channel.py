@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TypeVar
 
 from kvferry import transports
-from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.clock import deadline_in, earliest, is_past, time_left
 from kvferry.core.errors import (
-    ConnectError,
-    ConnectionClosedError,
     KVFerryError,
     ProtocolError,
     TransferTimeoutError,
@@ -21,10 +20,18 @@ from kvferry.core.errors import (
     error_from_code,
 )
 from kvferry.transports.base import Connection, SharedMemoryConnection
+from kvferry.wire.handshake import shaking_hands
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import Failure, Hello, Message, Welcome
 from kvferry.wire.options import ChannelOptions, Peer
-from kvferry.wire.protocol import DESCRIPTOR_TYPES, Side, State, WireProtocol, printable
+from kvferry.wire.protocol import (
+    DESCRIPTOR_TYPES,
+    MessageReceived,
+    Side,
+    State,
+    WireProtocol,
+    printable,
+)
 from kvferry.wire.reader import FrameReader
 
 __all__ = ["Channel", "Incoming"]
@@ -121,26 +128,8 @@ class Channel:
         except KVFerryError:
             connection.abort()
 
-    @contextmanager
-    def _handshake(self, limit: float) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        except TransferTimeoutError as error:
-            self.abort()
-            raise ConnectError(
-                f"{self.address}: no handshake within {limit - started:.3g} s; is it a kvferry port?"
-            ) from error
-        except ConnectionClosedError as error:
-            self.abort()
-            raise ConnectError(f"{self.address}: connection closed during the handshake: {error}") from error
-        except ProtocolError as error:
-            self._tell_refusal(error, limit)
-            self.abort()
-            raise
-        except BaseException:
-            self.abort()
-            raise
+    def _handshake(self, limit: float) -> AbstractContextManager[None]:
+        return shaking_hands(self.address, self.abort, partial(self._tell_refusal, limit=limit), limit)
 
     def _tell_refusal(self, error: ProtocolError, limit: float) -> None:
         """Answer a peer that did send a hello; whoever sent garbage gets nothing."""
@@ -240,13 +229,19 @@ class Channel:
             TransferTimeoutError: At the deadline; the connection is aborted if the frame had begun.
             ConnectionClosedError: If this end or the peer closed it.
         """
-        views = [view for view in map(as_bytes_view, payload) if len(view)] if payload else []
+        views: list[memoryview] = []
+        nbytes = 0
+        for part in payload:
+            view = as_bytes_view(part)
+            if n := len(view):
+                views.append(view)
+                nbytes += n
         memory = self._memory() if descriptors else None
         lock = self._send_lock
         if not (lock.acquire(False) or lock.acquire(timeout=time_left(deadline))):
             raise TransferTimeoutError(f"{self.address}: another thread was sending until the deadline")
         try:
-            self._send_frame(message, views, deadline, request_id)
+            self._send_frame(message, views, deadline, request_id, nbytes)
             if memory is not None:
                 with self._frame():
                     memory.send_descriptors(descriptors, deadline)
@@ -264,9 +259,9 @@ class Channel:
         self.send(Failure.of(error), deadline=deadline, request_id=request_id)
 
     def _send_frame(
-        self, message: Message, views: list[memoryview], deadline: float, request_id: int
+        self, message: Message, views: list[memoryview], deadline: float, request_id: int, nbytes: int = 0
     ) -> None:
-        head = self._protocol.encode(message, total_nbytes(views) if views else 0, request_id)
+        head = self._protocol.encode(message, nbytes, request_id)
         try:
             if views and self._protocol.checksum:
                 self._connection.send_hashed(head, views, deadline)
@@ -288,18 +283,48 @@ class Channel:
             ProtocolError: If the peer broke the protocol (the connection is aborted), or if the payload
                 of the last frame is still unread (nothing is changed).
         """
-        return self._receive(deadline, ahead=self._reads_ahead)
+        incoming = self._receive(deadline, self._reads_ahead)
+        assert incoming is not None, "only who is idle takes no frame for an answer"
+        return incoming
 
-    def _receive(self, deadline: float, *, ahead: bool) -> Incoming:
-        self._begin_receiving()
+    def _receive(self, deadline: float, ahead: bool, idle: bool = False) -> Incoming | None:
+        """The next frame; if ``idle``, ``None`` if none began by the deadline.
+
+        The short way is here in one piece: what runs between the wake-up and the message is cold each time.
+        """
+        if not self._receive_lock.acquire(False):
+            raise ProtocolError(f"{self.address}: two threads receive from one channel")
         try:
             if self._pending is not None:
                 raise self._unread()
             self._waiting = True
+            event = self._read_whole(deadline) if ahead and self._reader.gets_more else None
+            if event is not None:
+                now = self._last_activity = time.monotonic()
+                message, nbytes = event.message, event.payload_nbytes
+                if type(message) is Failure:
+                    self._failure_received = True
+                incoming = Incoming(self, event, message, nbytes, event.request_id, now)
+                if nbytes:
+                    self._pending = incoming
+                return incoming
+            if idle:
+                if not self._await_frame(deadline):
+                    return None
+                deadline = max(deadline, deadline_in(self._options.frame_timeout_s))
             return self._read_message(deadline, ahead=ahead)
         finally:
             self._waiting = False
             self._receive_lock.release()
+
+    def _read_whole(self, deadline: float) -> MessageReceived | None:
+        try:
+            return self._reader.read_whole(deadline)
+        except TransferTimeoutError:
+            return None  # nothing was taken: the long way says whether that is an error
+        except BaseException:
+            self._frame_failed()
+            raise
 
     def receive_idle(self, deadline: float) -> Incoming | None:
         """The next frame, or ``None`` if none began to arrive by the deadline; the channel stays good.
@@ -307,18 +332,7 @@ class Channel:
         A frame that has begun is given ``frame_timeout_s`` of the options to complete its message, so
         the call may return that much after its deadline. Raises as :meth:`receive`.
         """
-        self._begin_receiving()
-        try:
-            if self._pending is not None:
-                raise self._unread()
-            self._waiting = True
-            if not self._await_frame(deadline):
-                return None
-            limit = max(deadline, deadline_in(self._options.frame_timeout_s))
-            return self._read_message(limit, ahead=self._reads_ahead)
-        finally:
-            self._waiting = False
-            self._receive_lock.release()
+        return self._receive(deadline, self._reads_ahead, True)
 
     def expect(self, reply_type: type[M], deadline: float, *, request_id: int = 0) -> M:
         """The next frame, which must be a ``reply_type`` without payload.
@@ -327,9 +341,8 @@ class Channel:
             KVFerryError: Of the kind that the peer's ``Failure`` names, with the peer's address.
             ProtocolError: If it is another message, or answers another request; connection aborted.
         """
-        incoming = self._receive(
-            deadline, ahead=self._reads_ahead or DESCRIPTOR_TYPES.isdisjoint([reply_type])
-        )
+        incoming = self._receive(deadline, self._reads_ahead or DESCRIPTOR_TYPES.isdisjoint((reply_type,)))
+        assert incoming is not None, "only who is idle takes no frame for an answer"
         message = incoming.message
         if request_id and incoming.request_id not in (0, request_id):
             self.abort()
@@ -384,8 +397,9 @@ class Channel:
             raise
         self._last_activity = time.monotonic()
         self._failure_received = self._failure_received or type(event.message) is Failure
-        incoming = Incoming(self, event, started_at)
-        self._pending = incoming if event.payload_nbytes else None
+        nbytes = event.payload_nbytes
+        incoming = Incoming(self, event, event.message, nbytes, event.request_id, started_at)
+        self._pending = incoming if nbytes else None
         return incoming
 
     def read_payload(self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from kvferry.core.buffers import as_bytes_view
 from kvferry.core.errors import ProtocolError
+from kvferry.wire.messages import Message
 from kvferry.wire.payload import scratch_pieces
 from kvferry.wire.protocol import MessageReceived
 
@@ -30,7 +33,7 @@ class PayloadSource(Protocol):
         ...
 
 
-class Incoming:
+class Incoming(msgspec.Struct, eq=False):  # a struct: one is made for every frame
     """A frame that was received; its payload waits in the connection.
 
     Attributes:
@@ -40,15 +43,12 @@ class Incoming:
         started_at: Monotonic time at which the frame began to arrive.
     """
 
-    __slots__ = ("_channel", "event", "message", "payload_nbytes", "request_id", "started_at")
-
-    def __init__(self, channel: PayloadSource, event: MessageReceived, started_at: float) -> None:
-        self._channel = channel
-        self.event = event
-        self.message = event.message
-        self.payload_nbytes = event.payload_nbytes
-        self.request_id = event.request_id
-        self.started_at = started_at
+    _channel: PayloadSource
+    event: MessageReceived
+    message: Message
+    payload_nbytes: int
+    request_id: int
+    started_at: float
 
     def __repr__(self) -> str:
         return f"<Incoming {type(self.message).__name__} #{self.request_id} +{self.payload_nbytes} bytes>"
@@ -70,7 +70,8 @@ class Incoming:
         """
         flat: list[memoryview] = []
         nbytes, writable = 0, True
-        for view in map(as_bytes_view, views):
+        for one in views:
+            view = as_bytes_view(one)
             if n := len(view):
                 flat.append(view)
                 nbytes += n

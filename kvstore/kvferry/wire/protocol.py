@@ -9,6 +9,7 @@ time, and puts payloads where they belong. Which message may be sent by whom in 
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from typing import Final, NamedTuple, TypeAlias, cast
 
@@ -71,6 +72,8 @@ __all__ = [
 MAGIC: Final = b"KVFY"
 
 _HEADER = struct.Struct("<4sHHIQIQ")
+# The same bytes, with magic, version and type as one number, by which a frame is recognised.
+_SHORT_HEADER = struct.Struct("<QIQIQ")
 _TRAILER = struct.Struct("<Q")
 FLAG_TRAILER: Final = 1
 """Bit of the header's flags: the frame ends with its checksum. All other bits are zero."""
@@ -82,7 +85,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(AnyMessage | DaemonMessage)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class MessageReceived(NamedTuple):
+class MessageReceived(msgspec.Struct, frozen=True, gc=False):
     """A message came. If ``payload_nbytes`` > 0 its payload comes next and is the owner's to receive.
 
     With a payload and ``has_trailer`` the message is only known to be whole once the trailer is, too.
@@ -109,6 +112,21 @@ class _Header(NamedTuple):
     meta_nbytes: int
     payload_nbytes: int
     next_state: State
+
+
+@functools.lru_cache(maxsize=8)
+def _kinds(version: int) -> dict[int, type[Message]]:
+    """What may come on an open connection, by the first 8 bytes of its header."""
+    return {
+        int.from_bytes(MAGIC + struct.pack("<HH", version, number), "little"): cls
+        for number, cls in TYPES.items()
+        if cls not in HANDSHAKE_ONLY
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _kind_numbers(version: int) -> dict[type[Message], int]:
+    return {cls: kind for kind, cls in _kinds(version).items()}
 
 
 class _Phase(enum.Enum):
@@ -161,6 +179,9 @@ class WireProtocol:
         self._phase = _AT_HEADER
         self._have = bytearray()
         self._header: _Header | None = None
+        # what may come and be sent without a look at the table of states: nothing before it is open
+        self._kinds: dict[int, type[Message]] = {}
+        self._kind_numbers: dict[type[Message], int] = {}
         self.head = b""
         """Header and meta of the frame whose payload is due, if it has a trailer, which covers them."""
         self.head_nbytes = HEADER_NBYTES
@@ -180,26 +201,47 @@ class WireProtocol:
                 mistake of this process. Nothing was changed.
         """
         cls = type(message)
-        number = NUMBERS.get(cls, 0)
-        after = self.state
-        if after is not _OPEN or cls in HANDSHAKE_ONLY or not number:  # else the table says: as before
-            after = self._state_after(cls)
+        kind = self._kind_numbers.get(cls)
+        if kind is None:
+            return self._encode_by_table(message, payload_nbytes, request_id)
         try:
             meta = _ENCODER.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"{NAMES[cls]} cannot be encoded: {error}") from error
-        meta_nbytes, flags = len(meta), self._flags
-        if payload_nbytes or self.state is not _OPEN or meta_nbytes > self.limits.max_meta_nbytes:
+        meta_nbytes, flags, limits = len(meta), self._flags, self.limits
+        if meta_nbytes > limits.max_meta_nbytes or (
+            payload_nbytes and (payload_nbytes > limits.max_payload_nbytes or cls not in PAYLOAD_TYPES)
+        ):
             self._check_lengths(cls, meta_nbytes, payload_nbytes, remote=False)
-        if cls is m.Welcome:
-            self._agree_as_server(cast("m.Welcome", message))
-            self._flags = FLAG_TRAILER if self.checksum else 0  # from the next frame on
-        version = self.version or self.versions.lowest
-        head = _HEADER.pack(MAGIC, version, number, flags, request_id, meta_nbytes, payload_nbytes) + meta
-        self.state = after
+        head = _SHORT_HEADER.pack(kind, flags, request_id, meta_nbytes, payload_nbytes) + meta
         if flags and not payload_nbytes:
             return head + _TRAILER.pack(xxh3_64_intdigest(head))
         return head
+
+    def _encode_by_table(self, message: Message, payload_nbytes: int, request_id: int) -> bytes:
+        """A frame of the handshake, or the error that says why it may not be sent."""
+        cls = type(message)
+        after, flags = self._state_after(cls), self._flags
+        try:
+            meta = _ENCODER.encode(message)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ProtocolError(f"{NAMES[cls]} cannot be encoded: {error}") from error
+        self._check_lengths(cls, len(meta), payload_nbytes, remote=False)
+        if cls is m.Welcome:
+            self._agree_as_server(cast("m.Welcome", message))
+        version, number = self.version or self.versions.lowest, NUMBERS[cls]
+        head = _HEADER.pack(MAGIC, version, number, flags, request_id, len(meta), payload_nbytes) + meta
+        self.state = after
+        if cls is m.Welcome:
+            self._open()
+        if flags and not payload_nbytes:
+            return head + _TRAILER.pack(xxh3_64_intdigest(head))
+        return head
+
+    def _open(self) -> None:
+        """The handshake is over: from the next frame on it is as agreed."""
+        self._flags = FLAG_TRAILER if self.checksum else 0
+        self._kinds, self._kind_numbers = _kinds(self.version), _kind_numbers(self.version)
 
     def _state_after(self, cls: type[Message]) -> State:
         if cls not in NUMBERS:
@@ -294,30 +336,28 @@ class WireProtocol:
         It took :attr:`head_nbytes` bytes. Otherwise nothing was taken, and :meth:`receive` tells why.
         """
         nbytes = len(data)
-        if nbytes < HEADER_NBYTES or self._phase is not _AT_HEADER or self.state is not _OPEN or self._have:
+        if nbytes < HEADER_NBYTES or self._phase is not _AT_HEADER or self._have:
             return None
-        magic, version, number, flags, request_id, meta_nbytes, payload_nbytes = _HEADER.unpack_from(data)
-        cls = TYPES.get(number)
+        kind, flags, request_id, meta_nbytes, payload_nbytes = _SHORT_HEADER.unpack_from(data)
+        cls = self._kinds.get(kind)
         end = HEADER_NBYTES + meta_nbytes
         if (
-            magic != MAGIC
-            or version != self.version
+            cls is None
             or flags != self._flags
             or not HEADER_NBYTES < end <= nbytes
             or meta_nbytes > self.limits.max_meta_nbytes
-            or cls in HANDSHAKE_ONLY
         ):
             return None
-        head = data[:end]
         if payload_nbytes:
             if cls not in PAYLOAD_TYPES or payload_nbytes > self.limits.max_payload_nbytes:
                 return None
         elif flags and (
-            end + TRAILER_NBYTES > nbytes or _TRAILER.unpack_from(data, end)[0] != xxh3_64_intdigest(head)
+            end + TRAILER_NBYTES > nbytes
+            or _TRAILER.unpack_from(data, end)[0] != xxh3_64_intdigest(data[:end])
         ):
             return None
         try:
-            message = _DECODER.decode(head[HEADER_NBYTES:])
+            message = _DECODER.decode(data[HEADER_NBYTES:end])
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
             return None
         if type(message) is not cls:
@@ -325,7 +365,7 @@ class WireProtocol:
         if payload_nbytes:
             self._phase = _AT_PAYLOAD
             if flags:
-                self.head = bytes(head)
+                self.head = bytes(data[:end])
         elif flags:
             end += TRAILER_NBYTES
         self.head_nbytes = end
@@ -420,7 +460,7 @@ class WireProtocol:
             raise self._refuse("turned checksums off, which only both sides together can")
         self.version = welcome.version
         self.checksum = welcome.checksum
-        self._flags = FLAG_TRAILER if welcome.checksum else 0
+        self._open()
 
     def _check_lengths(
         self, cls: type[Message], meta_nbytes: int, payload_nbytes: int, *, remote: bool

@@ -31,7 +31,7 @@ class FrameReader:
     last one had are taken if they are there. What of a payload is received so is copied to its place.
     """
 
-    __slots__ = ("_ahead", "_connection", "_first", "_gets_more", "_last", "_place", "_protocol", "_usual")
+    __slots__ = ("_ahead", "_connection", "_first", "_last", "_place", "_protocol", "_usual", "gets_more")
 
     def __init__(self, connection: Connection, protocol: WireProtocol) -> None:
         self._connection = connection
@@ -41,8 +41,8 @@ class FrameReader:
         self._first = self._last = 0
         self._usual = HEADER_NBYTES  # what is asked for, and the place for it
         self._place = self._ahead[: self._usual]
-        # whether a call brings more than its minimum, so that waiting by receiving one byte saves a call
-        self._gets_more = type(connection).recv_at_least is not Connection.recv_at_least
+        self.gets_more = type(connection).recv_at_least is not Connection.recv_at_least
+        """Whether a call brings more than its minimum, so that waiting by receiving one byte saves a call."""
 
     @property
     def holds_bytes(self) -> bool:
@@ -54,7 +54,7 @@ class FrameReader:
         if self._first < self._last:
             return True
         protocol = self._protocol
-        ahead = ahead and self._gets_more and protocol.between_frames
+        ahead = ahead and self.gets_more and protocol.between_frames
         if not (ahead and deadline > time.monotonic()):
             return self._connection.wait_readable(deadline)
         # takes it at once, which saves the look before; with one byte as minimum none is lost at the deadline
@@ -64,6 +64,35 @@ class FrameReader:
             return False
         self._first, self._last = 0, n
         return True
+
+    def read_whole(self, deadline: float) -> MessageReceived | None:
+        """The short way: wait by receiving, and take the message if it came whole.
+
+        Returns:
+            The message; ``None`` if it is for :meth:`read_message` to go on with what came.
+
+        Raises:
+            TransferTimeoutError: At the deadline; nothing was taken.
+        """
+        if self._first < self._last:
+            return None
+        place, usual, protocol = self._place, self._usual, self._protocol
+        n = self._connection.recv_at_least(place, 1, deadline)
+        self._first, self._last = 0, n
+        message = protocol.receive_whole(place if n == usual else place[:n])
+        if message is not None:
+            self._first = protocol.head_nbytes
+            self._expect_next(message)
+        return message
+
+    def _expect_next(self, message: MessageReceived) -> None:
+        """Have place for another frame like this one: they often are alike."""
+        usual, nbytes = self._protocol.head_nbytes, message.payload_nbytes
+        if nbytes and nbytes <= _SMALL_NBYTES:
+            usual += nbytes + message.has_trailer * TRAILER_NBYTES
+        if usual != self._usual and usual <= _AHEAD_NBYTES:
+            self._usual = usual
+            self._place = self._ahead[:usual]
 
     def read_message(self, deadline: float, *, ahead: bool = True) -> tuple[MessageReceived, float]:
         """The next message, and when it began to arrive.
@@ -80,12 +109,7 @@ class FrameReader:
             self._receive(deadline, ahead=ahead)
             started_at = started_at or time.monotonic()
             event = self._take()
-        usual, nbytes = self._protocol.head_nbytes, event.payload_nbytes
-        if nbytes and nbytes <= _SMALL_NBYTES:
-            usual += nbytes + event.has_trailer * TRAILER_NBYTES
-        if usual != self._usual and usual <= _AHEAD_NBYTES:
-            self._usual = usual
-            self._place = self._ahead[:usual]
+        self._expect_next(event)
         return event, started_at
 
     def _take(self) -> MessageReceived | None:

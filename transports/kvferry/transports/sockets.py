@@ -180,21 +180,24 @@ class SocketConnection(StreamConnection):
         guard = self._guard
         guard.enter(self._name)
         try:
+            n = 0
             if len(views) == 1:
                 left, wanted = list(views), len(views[0])
+                if wanted:
+                    n = self._recv_directly(views[0], _ALL, deadline, 0, wanted)
+                if n == wanted:
+                    return
             else:
                 left = [view for view in views if len(view)]
                 wanted = sum(map(len, left))
-            if wanted and len(left) <= _MAX_PARTS:
+            if wanted and not n and len(left) <= _MAX_PARTS:
                 n = self._recv_some(left, deadline, "receiving", waits=True)
                 if n == wanted and not guard.closed:
                     return
                 if n == 0 or guard.closed:
                     raise self._ended(0, wanted)
                 n = max(n, 0)
-                del left[: advance(left, 0, n)]
-            else:
-                n = 0
+            del left[: advance(left, 0, n)]
             got = n + self._receive(left, wanted - n, deadline, before=n, total=wanted)
             if got < wanted:
                 raise self._timed_out(f"receiving, {got} of {wanted} bytes had come")
@@ -223,7 +226,7 @@ class SocketConnection(StreamConnection):
         if not (self._direct and limit <= left and (limit >= 1.0 or left <= limit + limit)):
             return 0
         try:
-            n = self._guard.sock.recv_into(view, 0, flags)
+            n = self._recv_one(view, flags)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -287,6 +290,10 @@ class SocketConnection(StreamConnection):
         if len(batch) == 1:
             return self._guard.sock.recv_into(batch[0], 0, flags)
         return self._guard.sock.recvmsg_into(batch, 0, flags)[0]
+
+    def _recv_one(self, view: memoryview, flags: int) -> int:
+        """As :meth:`_recv_call` for one view, where descriptors are not due."""
+        return self._guard.sock.recv_into(view, 0, flags)
 
     def receive_by(self, views: list[memoryview], wanted: int, until: float, before: int, total: int) -> int:
         """Fill ``views``, which have ``wanted`` bytes; how many of them came by ``until``.

@@ -230,7 +230,6 @@ class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
         super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=rate)
         # what the kernel allows of it: a message that fits is handed over without a wake-up on the way
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
-        self._direct = False
         self._credentials = credentials
         self._admitted = self._receives_hashed = admitted
         self._room = 0  # for descriptors, in the call that receives
@@ -301,6 +300,15 @@ class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._taken.extend(array.array("i", data[: len(data) - len(data) % _INT_NBYTES]))
+        if found & _TRUNCATED:
+            raise self._truncated()
+        return n
+
+    def _recv_one(self, view: memoryview, flags: int) -> int:
+        if not self._admitted:
+            self._hear_verdict(flags)
+        # with room for nothing but bytes: the kernel closes descriptors, and says so
+        n, _, found, _ = self._guard.sock.recvmsg_into((view,), 0, flags | _CLOEXEC)
         if found & _TRUNCATED:
             raise self._truncated()
         return n
@@ -411,6 +419,7 @@ def _connection(
     if isinstance(connection, _SpinningConnection):
         connection._spin_s = settings.spin_s
         connection._receives_hashed = False
+        connection._direct = False
     return connection
 
 

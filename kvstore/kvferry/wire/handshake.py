@@ -1,0 +1,46 @@
+"""How a handshake fails: what its errors become, and who is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvferry.core.errors import ConnectError, ConnectionClosedError, ProtocolError, TransferTimeoutError
+
+__all__ = ["shaking_hands"]
+
+
+@contextmanager
+def shaking_hands(
+    address: str, abort: Callable[[], None], tell_refusal: Callable[[ProtocolError], None], limit: float
+) -> Iterator[None]:
+    """Around a handshake: any error aborts the connection.
+
+    Args:
+        address: Of the peer, for messages.
+        abort: Ends the connection at once.
+        tell_refusal: Tells the peer, where it can be told, that it broke the protocol or offered no version.
+        limit: By when the handshake is to be done.
+
+    Raises:
+        ConnectError: If it is not complete in time, or the peer left.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except TransferTimeoutError as error:
+        abort()
+        raise ConnectError(
+            f"{address}: no handshake within {limit - started:.3g} s; is it a kvferry port?"
+        ) from error
+    except ConnectionClosedError as error:
+        abort()
+        raise ConnectError(f"{address}: connection closed during the handshake: {error}") from error
+    except ProtocolError as error:
+        tell_refusal(error)
+        abort()
+        raise
+    except BaseException:
+        abort()
+        raise
