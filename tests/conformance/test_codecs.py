@@ -70,6 +70,11 @@ class TestInt8CodecByChannel(OnBothKernels):
         return Int8Codec(k="channel", group=32)
 
 
+class TestInt8CodecOverARange(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return Int8Codec(k="range", group=7)
+
+
 class TestInt4Codec(OnBothKernels):
     def make_codec(self) -> Codec:
         return Int4Codec()

@@ -19,7 +19,7 @@ from kvferry.testing.deployment import SplitDeployment
 
 PROMPT_TOKENS = 600
 TOKENS = 64
-INT8 = "cast(to=float16)|int8(k=keep)"
+INT8 = "cast(to=float16)|int8(k=range)"
 
 
 def _sources() -> list[str]:

@@ -15,7 +15,7 @@ size_t kvc_decode_frames(kvc_frame *, size_t, int);
 static const struct { int operation, first, second; } kinds[] = {
     {KVC_EBP, 0, 0}, {KVC_EBP, 3, 0}, {KVC_SPLIT, 0, 0}, {KVC_QUANT, 8, KVC_TOKEN}, {KVC_QUANT, 8, KVC_CHANNEL},
     {KVC_QUANT, 4, KVC_TOKEN}, {KVC_QUANT, 4, KVC_CHANNEL}, {KVC_QUANT, 1, KVC_TOKEN}, {KVC_QUANT, 1, KVC_CHANNEL},
-    {KVC_QUANT, 2, KVC_TOKEN}, {KVC_KEEP, 0, 0},
+    {KVC_QUANT, 2, KVC_TOKEN}, {KVC_QUANT, 9, KVC_CHANNEL}, {KVC_KEEP, 0, 0},
 };
 
 // Two frames in a row: as they are found, and as they are written.

@@ -18,6 +18,7 @@ __all__ = [
     "FP8_PLAIN",
     "INT4",
     "INT8",
+    "INT8_RANGE",
     "KEEP",
     "QUANT",
     "SPLIT",
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 EBP, SPLIT, QUANT = 1, 2, 3
-INT8, INT4, FP8, FP8_PLAIN = 8, 4, 1, 2
+INT8, INT8_RANGE, INT4, FP8, FP8_PLAIN = 8, 9, 4, 1, 2
 TOKEN, CHANNEL = 1, 2
 
 

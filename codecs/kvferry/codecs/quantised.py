@@ -6,7 +6,18 @@ from abc import abstractmethod
 from typing import ClassVar, Final
 
 from kvferry.codecs.base import CodecConfig
-from kvferry.codecs.kernels import CHANNEL, FP8, FP8_PLAIN, INT4, INT8, KEEP, QUANT, TOKEN, Operation
+from kvferry.codecs.kernels import (
+    CHANNEL,
+    FP8,
+    FP8_PLAIN,
+    INT4,
+    INT8,
+    INT8_RANGE,
+    KEEP,
+    QUANT,
+    TOKEN,
+    Operation,
+)
 from kvferry.codecs.parameters import Parameters
 from kvferry.codecs.tensors import TensorCodec
 from kvferry.core.spec import TensorSpec
@@ -14,7 +25,7 @@ from kvferry.core.spec import TensorSpec
 __all__ = ["Fp8Codec", "Int4Codec", "Int8Codec"]
 
 _AXES: Final = ("token", "channel")
-_KEYS: Final = (*_AXES, "keep")
+_KEYS: Final = (*_AXES, "range", "keep")
 _NUMBERS: Final = {"token": TOKEN, "channel": CHANNEL}
 _MOST: Final = 0xFFFF
 _DEFAULT_BOUND: Final = 0.0
@@ -61,9 +72,11 @@ class Int8Codec(_Quantised):
 
     Args:
         k: Groups of ``k`` tensors: ``token`` (neighbours in a head), or ``channel`` (neighbours in time),
-            which has half the error and fits models whose keys have channels that stick out. ``keep``:
-            keys stay as they are (1.32 times smaller), for answers that hardly ever change.
-        group: Values that share a scale.
+            which has half the error and fits models whose keys have channels that stick out. ``range``: by
+            channel, over the range from the lowest to the highest value, in groups twice as long, since
+            each has two parameters; half the error at the same size. ``keep``: keys stay as they are
+            (1.32 times smaller), for answers that hardly ever change.
+        group: Values that share a scale; keys of ``range`` twice as many.
         bound: Largest relative L2 error of a tensor (:meth:`Codec.error_bound`); 0 for that of the codec.
 
     Raises:
@@ -88,7 +101,11 @@ class Int8Codec(_Quantised):
 
     def operation(self, tensor: TensorSpec) -> Operation:
         """See :meth:`TensorCodec.operation`."""
-        return KEEP if tensor.name == "k" and self.k == "keep" else super().operation(tensor)
+        if tensor.name == "k" and self.k == "keep":
+            return KEEP
+        if tensor.name == "k" and self.k == "range":
+            return Operation(QUANT, INT8_RANGE, CHANNEL, min(2 * self.group, _MOST))
+        return super().operation(tensor)
 
     def config(self) -> CodecConfig:
         """What differs from the defaults."""

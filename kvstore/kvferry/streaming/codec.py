@@ -21,7 +21,7 @@ __all__ = ["Choice", "FixedChoice", "LinkCodec", "StreamCodec", "codec_capabilit
 
 _log = logging.getLogger(__name__)
 _LOSSLESS: Final = ("ebp(bits=4)", "ebp", "split")
-_LOSSY: Final = ("int8(k=channel)",)
+_LOSSY: Final = ("int8(k=range)",)
 _MOST_LINKS: Final = 256
 _MOST_BUFFERS: Final = 24
 _MOST_NAMED: Final = 16

@@ -18,8 +18,9 @@ from kvferry.testing.codecs import assert_guard, fill_of, guarded, kv_layer, mut
 LAYER = kv_layer(16, 1, 48)
 CAP_NBYTES = 1 << 20
 PIPELINES = (
-    "raw", "ebp", "ebp(bits=3)", "split", "int8", "int8(k=channel)", "int4", "int4(k=token, group=7)", "fp8",
-    "fp8(scaled=false)", "lz4", "zstd", "shuffle|zstd", "int4|lz4", "dedup", "dedup(inner=int8)",
+    "raw", "ebp", "ebp(bits=3)", "split", "int8", "int8(k=channel)", "int8(k=range)", "int4",
+    "int4(k=token, group=7)", "fp8", "fp8(scaled=false)", "lz4", "zstd", "shuffle|zstd", "int4|lz4", "dedup",
+    "dedup(inner=int8)",
 )  # fmt: skip
 
 

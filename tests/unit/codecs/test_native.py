@@ -18,6 +18,7 @@ from kvferry.codecs.kernels import (
     FP8_PLAIN,
     INT4,
     INT8,
+    INT8_RANGE,
     QUANT,
     SPLIT,
     TOKEN,
@@ -40,6 +41,8 @@ OPERATIONS = (
     Operation(SPLIT),
     Operation(QUANT, INT8, TOKEN, 64),
     Operation(QUANT, INT8, CHANNEL, 64),
+    Operation(QUANT, INT8_RANGE, CHANNEL, 64),
+    Operation(QUANT, INT8_RANGE, CHANNEL, 5),
     Operation(QUANT, INT4, TOKEN, 32),
     Operation(QUANT, INT4, TOKEN, 7),
     Operation(QUANT, INT4, CHANNEL, 32),
@@ -217,6 +220,7 @@ FUZZED = {
     Operation(QUANT, INT4, CHANNEL, 32): 6,
     Operation(QUANT, FP8, TOKEN, 64): 7,
     Operation(QUANT, FP8_PLAIN, TOKEN, 64): 9,
+    Operation(QUANT, INT8_RANGE, CHANNEL, 64): 10,
 }
 
 

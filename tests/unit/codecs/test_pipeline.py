@@ -221,7 +221,12 @@ def test_channels_that_stick_out_do_not_hide_an_error(both_kernels: None, outlie
     pipeline = CodecPipeline.parse("int8", check="never")
     pipeline.decode_into(encode(pipeline, data), LAYER, out.data)
     assert all(error.relative_l2 < 0.025 for error in slice_errors(data.data, out.data, LAYER))
-    for text, outside in (("int8", True), ("int8(k=channel)", 1 in outliers), ("int8(bound=0.5)", False)):
+    for text, outside in (
+        ("int8", True),
+        ("int8(k=channel)", 1 in outliers),
+        ("int8(k=range)", 1 in outliers),
+        ("int8(bound=0.5)", False),
+    ):
         pipeline = CodecPipeline.parse(text, check="always")
         assert decode_frame(encode(pipeline, data), LAYER, out.data).stored_raw == outside
         assert pipeline.counts["out_of_bound"] == outside

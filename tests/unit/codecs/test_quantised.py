@@ -21,6 +21,8 @@ TOKENS = 16
 CODECS = {
     "int8": Int8Codec(),
     "int8 by channel": Int8Codec(k="channel", group=11),
+    "int8 over a range": Int8Codec(k="range"),
+    "int8 over a range of 10": Int8Codec(k="range", group=5),
     "int8 of 48": Int8Codec(group=48),
     "int4": Int4Codec(),
     "int4 by token": Int4Codec(k="token"),
@@ -92,7 +94,7 @@ def test_constants_come_back_within_one_step(name: str, dtype: DType) -> None:
     constants = np.array([0, 1, -3, 6e4, 1e-8, -1e-8, 0.1, 448], np.float32)
     by_token = constants.repeat(TOKENS // 8)[:, None].repeat(512, 1)
     by_channel = constants.repeat(64)[None].repeat(TOKENS, 0)
-    k = by_channel if getattr(codec, "k", "token") == "channel" else by_token
+    k = by_channel if getattr(codec, "k", "token") in ("channel", "range") else by_token
     data = raw_of(np.stack([k, by_token]), dtype)
     out, _ = through(codec, layer_of((TOKENS, 8, 64), dtype), data)
     x, y = as_float32(data, dtype), as_float32(out, dtype)
@@ -120,7 +122,8 @@ def test_what_is_not_finite_harms_no_neighbour(name: str, wrong: float, dtype: D
     assert kept[at].all()
     assert (kept | (z == y)).all()
     if name != "fp8 as it is":  # which has no groups
-        assert (z != y).sum() <= 2 * (
+        groups = 3 if "over a range" in name else 2  # its keys have groups twice as long
+        assert (z != y).sum() <= groups * (
             codec.group if isinstance(codec, Int8Codec | Int4Codec | Fp8Codec) else 0
         )
         assert used < 0.85 * data.size
@@ -168,3 +171,30 @@ def test_keys_may_stay_as_they_are(dtype: DType) -> None:
     assert again[:half] == data[:half]
     assert again[half:] != data[half:]
     assert max(error.relative_l2 for error in slice_errors(memoryview(data), again, layer)) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_a_range_has_half_the_error_of_a_scale_at_the_same_size(dtype: DType) -> None:
+    """Of keys as models have them: channels with a mean of their own, and little around it."""
+    layer, rng = layer_of((300, 1, 64), dtype), np.random.default_rng(5)
+    values = rng.standard_normal((2, 300, 64)).astype(np.float32)
+    values += 4 * rng.standard_normal((2, 1, 64)).astype(np.float32)
+    data = raw_of(values, dtype)
+    found = {}
+    for k in ("channel", "range"):
+        out, used = through(Int8Codec(k=k), layer, data)
+        assert data.size / used >= 1.93
+        found[k] = next(iter(slice_errors(data.data, out.data, layer))).relative_l2
+    assert found["range"] < found["channel"] * 0.6, found
+    assert found["range"] < 0.006, found
+
+
+def test_the_whole_range_has_codes() -> None:
+    """The step is rounded up: the highest value is at most half a step away, not at the other end."""
+    layer = layer_of((256, 1, 64), DType.FLOAT16)
+    tops = np.geomspace(1e-4, 6e4, 64, dtype=np.float32)
+    values = np.linspace(-0.5, 1, 256, dtype=np.float32)[:, None] * tops
+    data = raw_of(np.stack([values, values]), DType.FLOAT16)
+    out, _ = through(Int8Codec(k="range"), layer, data)
+    x, y = (as_float32(raw, DType.FLOAT16).reshape(2, 256, 64)[0] for raw in (data, out))
+    assert (np.abs(x - y) <= tops * np.float32(0.76 / 255 + 0.0005) + np.float32(6e-8)).all()

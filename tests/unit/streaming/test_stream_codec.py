@@ -334,7 +334,7 @@ def test_what_is_configured() -> None:
     assert StreamCodec("int8").accepts_lossy
     assert not StreamCodec("ebp").accepts_lossy
     assert "int8" not in StreamCodec("auto").pipelines
-    assert "int8(k=channel)" in StreamCodec("auto", allow_lossy=True).pipelines
+    assert "int8(k=range)" in StreamCodec("auto", allow_lossy=True).pipelines
     assert "may be chosen" in StreamCodec("auto", allow_lossy=True).lossy_line()
     with pytest.raises(ConfigError, match="needs allow_lossy=true"):
         StreamCodec("auto", candidates=["int8"])

@@ -16,15 +16,15 @@ from kvferry.codecs.device.view import (
     to_bytes,
     value_of,
 )
-from kvferry.codecs.fallback.quant import code_nbytes, cuts, sizes_of, valid
+from kvferry.codecs.fallback.quant import code_nbytes, cuts, parameters_of, sizes_of, valid
 from kvferry.codecs.fallback.view import RAW, SECTION_NBYTES
-from kvferry.codecs.kernels import FP8, FP8_PLAIN, INT4, INT8, TOKEN
+from kvferry.codecs.kernels import FP8, FP8_PLAIN, INT4, INT8, INT8_RANGE, TOKEN
 from kvferry.core.errors import CorruptBlockError
 
 __all__ = ["quant_decode", "quant_encode"]
 
 _KEPT: Final = 0xFFFF
-_LEVELS: Final = {INT8: 127.0, FP8: 448.0}
+_LEVELS: Final = {INT8: 127.0, FP8: 448.0, INT4: 15.0, INT8_RANGE: 255.0}
 
 
 class _Lanes(NamedTuple):
@@ -90,6 +90,10 @@ def _bf16_of(values: torch.Tensor) -> torch.Tensor:
     return (bits + (0x7FFF + (bits >> 16 & 1))) >> 16 & 0xFFFF
 
 
+def _bf16_above(values: torch.Tensor) -> torch.Tensor:
+    return (values.view(torch.int32) + 0xFFFF) >> 16
+
+
 def _of_value(values: torch.Tensor, dtype: int) -> torch.Tensor:
     if dtype:
         return values.clamp(-65504, 65504).to(torch.float16).view(torch.int16).to(torch.int32)
@@ -123,14 +127,13 @@ def _unsortable(order: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_lanes(raw: torch.Tensor, kind: int, dtype: int) -> _Lanes:
-    if kind == INT4:
-        return _encode_int4(raw, dtype)
+    if kind in (INT4, INT8_RANGE):
+        return _encode_range(raw, kind, dtype)
     top = (raw & 0x7FFF).amax(dim=1)
     kept = top >= 0x7C00 if dtype else (top != 0) & ((top < 0x0880) | (top >= 0x7E80))
     zero = (top == 0) | kept
     largest = torch.where(zero, 1.0, value_of(torch.where(zero, 0, top), dtype))
-    above = ((largest / _LEVELS[kind]).view(torch.int32) + 0xFFFF) >> 16
-    scale = torch.where(zero, 0, above)
+    scale = torch.where(zero, 0, _bf16_above(largest / _LEVELS[kind]))
     inverse = torch.where(zero, 0.0, 1.0 / value_of(scale, 0))
     scaled = value_of(torch.where(kept[:, None], 0, raw), dtype) * inverse[:, None]
     codes = (
@@ -139,7 +142,7 @@ def _encode_lanes(raw: torch.Tensor, kind: int, dtype: int) -> _Lanes:
     return _Lanes([torch.where(kept, _KEPT, scale)], torch.where(kept[:, None], 0, codes), kept)
 
 
-def _encode_int4(raw: torch.Tensor, dtype: int) -> _Lanes:
+def _encode_range(raw: torch.Tensor, kind: int, dtype: int) -> _Lanes:
     order = _sortable(raw)
     low, high = _unsortable(order.amin(dim=1)), _unsortable(order.amax(dim=1))
     limit = 0x7C00 if dtype else 0x7E80
@@ -147,14 +150,16 @@ def _encode_int4(raw: torch.Tensor, dtype: int) -> _Lanes:
     lowest, highest = (value_of(torch.where(kept, 0, x), dtype) for x in (low, high))
     span = highest - lowest
     kept = kept | ((span != 0) & (span < 2.0**-100))
-    step = _bf16_of(span / 15)
+    share = span / _LEVELS[kind]
+    step = _bf16_of(share) if kind == INT4 else _bf16_above(share)
     inverse = torch.where((span == 0) | kept, 0.0, 1.0 / value_of(step, 0))
     values = value_of(torch.where(kept[:, None], 0, raw), dtype)
     scaled = (values - torch.where(kept, 0.0, lowest)[:, None]) * inverse[:, None]
-    codes = scaled.round().clamp(0, 15).to(torch.uint8)
-    half = code_nbytes(INT4, raw.shape[1])
-    packed = codes[:, :half].clone()
-    packed[:, : raw.shape[1] - half] |= codes[:, half:] << 4
+    codes = scaled.round().clamp(0, _LEVELS[kind]).to(torch.uint8)
+    packed = codes[:, : code_nbytes(kind, raw.shape[1])].clone()
+    if kind == INT4:
+        half = packed.shape[1]
+        packed[:, : raw.shape[1] - half] |= codes[:, half:] << 4
     packed[kept] = 0
     return _Lanes([torch.where(kept, _KEPT, step), torch.where(kept, 0, low)], packed, kept)
 
@@ -163,9 +168,11 @@ def _decode_lanes(
     parameters: list[torch.Tensor], codes: torch.Tensor, length: int, kind: int, dtype: int
 ) -> torch.Tensor:
     scale = value_of(parameters[0], 0)[:, None]
-    if kind == INT4:
+    if kind in (INT4, INT8_RANGE):
         lowest = value_of(parameters[1], dtype)[:, None]
-        wide = torch.cat([codes & 15, codes[:, : length - codes.shape[1]] >> 4], dim=1)
+        wide = codes
+        if kind == INT4:
+            wide = torch.cat([codes & 15, codes[:, : length - codes.shape[1]] >> 4], dim=1)
         return _of_value(wide.to(torch.float32) * scale + lowest, dtype)
     values = codes.view(torch.int8).to(torch.float32) if kind == INT8 else _fp8_value(codes)
     return _of_value(values * scale, dtype)
@@ -240,7 +247,7 @@ def _decode_channels(
     view: DeviceView, kind: int, group: int, parameters: torch.Tensor, codes: torch.Tensor, kept: torch.Tensor
 ) -> tuple[torch.Tensor, int]:
     rows, cols = view.rows * view.count, view.cols
-    width = cols * (2 if kind == INT4 else 1)
+    width = cols * parameters_of(kind)
     out = torch.zeros((rows, cols), dtype=torch.int32, device=codes.device)
     at = used = 0
     for number, row in enumerate(range(0, rows, group)):

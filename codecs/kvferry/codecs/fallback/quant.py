@@ -30,15 +30,20 @@ from kvferry.codecs.fallback.view import (
     parse_header,
     store_raw,
 )
-from kvferry.codecs.kernels import CHANNEL, FP8, FP8_PLAIN, INT4, INT8, TOKEN
+from kvferry.codecs.kernels import CHANNEL, FP8, FP8_PLAIN, INT4, INT8, INT8_RANGE, TOKEN
 from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import CorruptBlockError
 
-__all__ = ["code_nbytes", "cuts", "quant_decode", "quant_encode", "sizes_of", "valid"]
+__all__ = ["code_nbytes", "cuts", "parameters_of", "quant_decode", "quant_encode", "sizes_of", "valid"]
 
 _KEPT: Final = 0xFFFF
 _MOST_INT4: Final = 127
-_LEVELS: Final = {INT8: np.float32(127), FP8: np.float32(448)}
+_LEVELS: Final = {
+    INT8: np.float32(127),
+    FP8: np.float32(448),
+    INT4: np.float32(15),
+    INT8_RANGE: np.float32(255),
+}
 _Mask: TypeAlias = "npt.NDArray[np.bool_]"
 
 
@@ -125,9 +130,8 @@ def quant_decode(view: TensorView, kind: int, src: ByteArray) -> int:
 def valid(view: Shape, kind: int, axis: int, group: int) -> bool:
     """Whether a section can be of that kind."""
     most = _MOST_INT4 if axis == TOKEN and kind == INT4 else 0xFFFF
-    known = kind in (INT8, INT4, FP8, FP8_PLAIN) and (
-        axis == TOKEN or (axis == CHANNEL and kind != FP8_PLAIN)
-    )
+    by_token, by_channel = kind in (INT8, INT4, FP8, FP8_PLAIN), kind in (INT8, INT8_RANGE, INT4, FP8)
+    known = (axis == TOKEN and by_token) or (axis == CHANNEL and by_channel)
     return known and view.count * view.nbytes > 0 and 0 < group <= most
 
 
@@ -136,9 +140,14 @@ def code_nbytes(kind: int, length: int) -> int:
     return (length + 1) // 2 if kind == INT4 else length
 
 
+def parameters_of(kind: int) -> int:
+    """Parameters of a group: a scale, or a step and the lowest value."""
+    return 2 if kind in (INT4, INT8_RANGE) else 1
+
+
 def sizes_of(view: Shape, kind: int, axis: int, group: int) -> _Sizes:
     """Bytes of both planes of a section."""
-    total, size = view.count * view.nbytes // 2, 4 if kind == INT4 else 2
+    total, size = view.count * view.nbytes // 2, 2 * parameters_of(kind)
     length = view.last if axis == TOKEN else view.rows * view.count
     lanes = total // length
     groups = -(-length // group)
@@ -151,8 +160,8 @@ def sizes_of(view: Shape, kind: int, axis: int, group: int) -> _Sizes:
 
 
 def _encode_lanes(raw: U16, kind: int, dtype: int) -> _Lanes:
-    if kind == INT4:
-        return _encode_int4(raw, dtype)
+    if kind in (INT4, INT8_RANGE):
+        return _encode_range(raw, kind, dtype)
     top = (raw & 0x7FFF).max(axis=1)
     kept = top >= 0x7C00 if dtype else (top != 0) & ((top < 0x0880) | (top >= 0x7E80))
     zero = (top == 0) | kept
@@ -167,7 +176,7 @@ def _encode_lanes(raw: U16, kind: int, dtype: int) -> _Lanes:
     return _Lanes([np.where(kept, _KEPT, scale).astype(np.uint16)], np.where(kept[:, None], 0, codes), kept)
 
 
-def _encode_int4(raw: U16, dtype: int) -> _Lanes:
+def _encode_range(raw: U16, kind: int, dtype: int) -> _Lanes:
     order = sortable(raw)
     low, high = _unsortable(order.min(axis=1)), _unsortable(order.max(axis=1))
     limit = 0x7C00 if dtype else 0x7E80
@@ -175,17 +184,21 @@ def _encode_int4(raw: U16, dtype: int) -> _Lanes:
     lowest, highest = (value_of(np.where(kept, 0, x).astype(np.uint16), dtype) for x in (low, high))
     span = highest - lowest
     kept |= (span != 0) & (span < np.float32(2.0**-100))
-    step = bf16_of((span / np.float32(15)).astype(np.float32))
+    share = (span / _LEVELS[kind]).astype(np.float32)
+    step = (
+        bf16_of(share) if kind == INT4 else bf16_above(share)
+    )  # rounded down, the highest value had no code
     flat = (span == 0) | kept
     with np.errstate(divide="ignore", over="ignore"):  # of groups that are kept
         inverse = np.where(flat, np.float32(0), np.float32(1) / value_of(step, 0))
     values = value_of(np.where(kept[:, None], 0, raw).astype(np.uint16), dtype)
     with np.errstate(over="ignore"):
         scaled = (values - np.where(kept, np.float32(0), lowest)[:, None]) * inverse[:, None]
-    codes = np.clip(np.rint(scaled), 0, 15).astype(np.uint8)
-    half = code_nbytes(INT4, raw.shape[1])
-    packed = codes[:, :half].copy()
-    packed[:, : raw.shape[1] - half] |= codes[:, half:] << 4
+    codes = np.clip(np.rint(scaled), 0, _LEVELS[kind]).astype(np.uint8)
+    packed = codes[:, : code_nbytes(kind, raw.shape[1])].copy()
+    if kind == INT4:
+        half = packed.shape[1]
+        packed[:, : raw.shape[1] - half] |= codes[:, half:] << 4
     packed[kept] = 0
     steps = np.where(kept, _KEPT, step).astype(np.uint16)
     return _Lanes([steps, np.where(kept, 0, low).astype(np.uint16)], packed, kept)
@@ -198,10 +211,11 @@ def _unsortable(order: npt.NDArray[np.int16]) -> U16:
 def _decode_lanes(parameters: list[U16], codes: ByteArray, length: int, kind: int, dtype: int) -> U16:
     scale = value_of(np.ascontiguousarray(parameters[0]), 0)[:, None]
     with np.errstate(invalid="ignore", over="ignore"):
-        if kind == INT4:
+        if kind in (INT4, INT8_RANGE):
             lowest = value_of(np.ascontiguousarray(parameters[1]), dtype)[:, None]
-            half = codes.shape[1]
-            wide = np.concatenate([codes & 15, codes[:, : length - half] >> 4], axis=1)
+            wide = codes
+            if kind == INT4:
+                wide = np.concatenate([codes & 15, codes[:, : length - codes.shape[1]] >> 4], axis=1)
             return of_value(wide.astype(np.float32) * scale + lowest, dtype)
         values = codes.view(np.int8).astype(np.float32) if kind == INT8 else fp8_value(codes)
         return of_value(values * scale, dtype)
@@ -283,7 +297,7 @@ def _decode_channels(
     view: TensorView, kind: int, group: int, parameters: U16, codes: ByteArray, kept: ByteArray
 ) -> tuple[U16, int]:
     rows, cols = view.rows * view.count, view.cols
-    width = cols * (2 if kind == INT4 else 1)
+    width = cols * parameters_of(kind)
     out = np.zeros((rows, cols), np.uint16)
     at = used = 0
     for number, row in enumerate(range(0, rows, group)):

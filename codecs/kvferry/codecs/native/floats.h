@@ -132,6 +132,7 @@ KVC_INLINE float fp8_value(uint8_t v) {
 }
 // Values of codes, and of the lower and upper half of bytes.
 KVC_INLINE fx fx_int8(const uint8_t *q) { return __builtin_convertvector(load_signed(q), fx); }
+KVC_INLINE fx fx_byte(const uint8_t *q) { return __builtin_convertvector((ix)load_bytes(q), fx); }
 KVC_INLINE fx fx_lower(const uint8_t *q) { return __builtin_convertvector((ix)(load_bytes(q) & 15), fx); }
 KVC_INLINE fx fx_upper(const uint8_t *q) { return __builtin_convertvector((ix)(load_bytes(q) >> 4), fx); }
 KVC_INLINE fx fx_fp8_value(ux u) {

@@ -1,4 +1,4 @@
-// Fewer bits a value: int8 and fp8 (a scale a group), int4 (a step and a lowest value a group).
+// Fewer bits a value: int8 and fp8 (a scale a group), int4 and int8 over a range (a step and a lowest value a group).
 //
 // A group is, by token, up to `group` neighbours of the last axis (`last` elements long), and by channel one column
 // of up to `group` rows. Section: header (mode = kind, parameter = axis, u16 = group, number = groups kept as they
@@ -6,15 +6,15 @@
 // Parameters: for each group a bfloat16 scale, or a bfloat16 step and the lowest value in the type of the
 // tensor; by channel, for each block of rows the scales of all columns, then their lowest values. 0xffff instead of a scale: the
 // group has values that are not finite or too small or large to scale, and is kept as it is; its codes are 0.
-// Codes: bytes in the order of the elements. int4: two in a byte, the lower one of the first half of the group, the
-// upper one of the second; by channel the halves are rows.
+// Codes: bytes in the order of the elements, unsigned over a range, which is by channel only. int4: two in a byte, the
+// lower one of the first half of the group, the upper one of the second; by channel the halves are rows.
 #include "floats.h"
 
-enum { INT8 = 8, INT4 = 4, FP8 = 1, FP8_PLAIN = 2 }; // FP8_PLAIN: no scale
+enum { INT8 = 8, INT8_RANGE = 9, INT4 = 4, FP8 = 1, FP8_PLAIN = 2 }; // FP8_PLAIN: no scale
 enum { KEPT = 0xffff, TILE = 128, BATCH = 64 };
-
 typedef struct { uint8_t *parameter, *code, *kept, *end; uint32_t count; } quant_out;
 
+KVC_INLINE int has_lowest(int kind) { return kind == INT4 || kind == INT8_RANGE; }
 // A largest magnitude that can be scaled: finite, and far enough from both ends of float32.
 KVC_INLINE int scalable(uint16_t magnitude, int fp16) {
     return fp16 ? magnitude < 0x7c00 : magnitude == 0 || (magnitude >= 0x0880 && magnitude < 0x7e80);
@@ -39,15 +39,14 @@ KVC_INLINE void scales_of(const uint16_t *top, int n, int kind, int fp16, uint16
         memcpy(inverse + g, &bits, sizeof bits);
     }
 }
-// The same for the range of a group of int4.
-KVC_INLINE uint16_t step_of(int16_t low, int16_t high, int fp16, float *inverse) {
+// The same for the range of a group. With 256 codes the step is rounded up: rounded down, the highest value had none.
+KVC_INLINE uint16_t step_of(int16_t low, int16_t high, int kind, int fp16, float *inverse) {
     const uint16_t limit = fp16 ? 0x7c00 : 0x7e80;
     *inverse = 0;
     if ((unsortable(low) & 0x7fff) >= limit || (unsortable(high) & 0x7fff) >= limit) return KEPT;
     const float range = value_of(unsortable(high), fp16) - value_of(unsortable(low), fp16);
-    if (range == 0) return 0;
-    if (range < 0x1p-100f) return KEPT;
-    const uint16_t step = bf16_of(range / 15.f);
+    if (range < 0x1p-100f) return range == 0 ? 0 : KEPT;
+    const uint16_t step = kind == INT4 ? bf16_of(range / 15.f) : bf16_above(range / 255.f);
     *inverse = 1.f / bf16_value(step);
     return step;
 }
@@ -126,7 +125,7 @@ KVC_INLINE int batch_encode(const quant_batch *b, int kind, int fp16, quant_out 
         if (kind == INT4) {
             int16_t low, high;
             range_of(b->p[g], b->n[g], &low, &high);
-            parameter[g] = step_of(low, high, fp16, &k[g]);
+            parameter[g] = step_of(low, high, kind, fp16, &k[g]);
             first[g] = unsortable(low);
         } else {
             top[g] = top_of(b->p[g], b->n[g]);
@@ -301,17 +300,22 @@ KVC_INLINE void tile_range(const quant_tile *b, int16_t *low, int16_t *high) {
         }
     }
 }
-KVC_INLINE int tile_encode4(const quant_tile *b, int fp16, size_t width, quant_out *o) {
+// Steps and lowest values of the columns: written, and as the codes need them.
+KVC_INLINE int tile_measure(const quant_tile *b, int kind, int fp16, size_t width, quant_out *o, float *k, float *lowest) {
     int16_t low[TILE], high[TILE];
-    float k[TILE], lowest[TILE];
     tile_range(b, low, high);
     for (size_t c = 0; c < b->cols; c++) {
-        const uint16_t step = step_of(low[c], high[c], fp16, &k[c]), first = step == KEPT ? 0 : unsortable(low[c]);
+        const uint16_t step = step_of(low[c], high[c], kind, fp16, &k[c]), first = step == KEPT ? 0 : unsortable(low[c]);
         if (step == KEPT && tile_keep(b, c, o)) return KVC_SPACE;
         lowest[c] = value_of(first, fp16);
         kvc_put16(o->parameter + 2 * c, step);
         kvc_put16(o->parameter + 2 * (width + c), first);
     }
+    return 0;
+}
+KVC_INLINE int tile_encode4(const quant_tile *b, int fp16, size_t width, quant_out *o) {
+    float k[TILE], lowest[TILE];
+    if (tile_measure(b, INT4, fp16, width, o, k, lowest)) return KVC_SPACE;
     const size_t half = (b->rows + 1) / 2, both = b->rows / 2;
     quant_row at = tile_row(b, 0), at2 = tile_row(b, both ? half : 0);
     for (size_t r = 0; r < half; r++, next_row(&at), next_row(&at2)) {
@@ -334,12 +338,15 @@ KVC_INLINE int tile_encode4(const quant_tile *b, int fp16, size_t width, quant_o
     tile_blank(b, half, width, o);
     return 0;
 }
-KVC_INLINE int tile_decode4(const quant_tile *b, int fp16, size_t width, quant_out *o) {
-    float step[TILE], lowest[TILE];
+KVC_INLINE void tile_steps(const quant_tile *b, int fp16, size_t width, const quant_out *o, float *step, float *lowest) {
     for (size_t c = 0; c < b->cols; c++) {
         step[c] = bf16_value(kvc_u16(o->parameter + 2 * c));
         lowest[c] = value_of(kvc_u16(o->parameter + 2 * (width + c)), fp16);
     }
+}
+KVC_INLINE int tile_decode4(const quant_tile *b, int fp16, size_t width, quant_out *o) {
+    float step[TILE], lowest[TILE];
+    tile_steps(b, fp16, width, o, step, lowest);
     const size_t half = (b->rows + 1) / 2;
     quant_row at = tile_row(b, 0);
     for (size_t r = 0; r < b->rows; r++, next_row(&at)) {
@@ -356,6 +363,35 @@ KVC_INLINE int tile_decode4(const quant_tile *b, int fp16, size_t width, quant_o
     return tile_restore(b, o->parameter, o);
 }
 
+// A byte a value over the range of a column.
+KVC_INLINE int range_encode(const quant_tile *b, int fp16, size_t width, quant_out *o) {
+    float k[TILE], lowest[TILE];
+    if (tile_measure(b, INT8_RANGE, fp16, width, o, k, lowest)) return KVC_SPACE;
+    quant_row at = tile_row(b, 0);
+    for (size_t r = 0; r < b->rows; r++, next_row(&at)) {
+        uint8_t *q = o->code + r * width;
+        size_t c = 0;
+        for (; c + LANES <= b->cols; c += LANES)
+            store_bytes(q + c, fx_nearest((load_values(at.p + 2 * c, fp16) - load_floats(lowest + c)) * load_floats(k + c)));
+        for (; c < b->cols; c++) q[c] = (uint8_t)nearest((value_of(kvc_u16(at.p + 2 * c), fp16) - lowest[c]) * k[c]);
+    }
+    tile_blank(b, b->rows, width, o);
+    return 0;
+}
+KVC_INLINE int range_decode(const quant_tile *b, int fp16, size_t width, quant_out *o) {
+    float step[TILE], lowest[TILE];
+    tile_steps(b, fp16, width, o, step, lowest);
+    quant_row at = tile_row(b, 0);
+    for (size_t r = 0; r < b->rows; r++, next_row(&at)) {
+        const uint8_t *q = o->code + r * width;
+        size_t c = 0;
+        for (; c + LANES <= b->cols; c += LANES)
+            store_values(at.p + 2 * c, fx_byte(q + c) * load_floats(step + c) + load_floats(lowest + c), fp16);
+        for (; c < b->cols; c++) kvc_put16(at.p + 2 * c, of_value((float)q[c] * step[c] + lowest[c], fp16));
+    }
+    return tile_restore(b, o->parameter, o);
+}
+
 KVC_INLINE int channel_run(const kvc_tensor *t, int kind, int fp16, size_t group, quant_out *o, int encode) {
     const size_t rows = t->rows * t->count, width = t->cols;
     for (size_t row = 0; row < rows; row += group) {
@@ -367,12 +403,13 @@ KVC_INLINE int channel_run(const kvc_tensor *t, int kind, int fp16, size_t group
             at.code += col;
             int failed;
             if (kind == INT4) failed = encode ? tile_encode4(&b, fp16, width, &at) : tile_decode4(&b, fp16, width, &at);
+            else if (kind == INT8_RANGE) failed = encode ? range_encode(&b, fp16, width, &at) : range_decode(&b, fp16, width, &at);
             else failed = encode ? tile_encode8(&b, kind, fp16, width, &at) : tile_decode8(&b, kind, fp16, width, &at);
             if (failed) return failed;
             o->kept = at.kept;
             o->count = at.count;
         }
-        o->parameter += width * (kind == INT4 ? 4 : 2);
+        o->parameter += width * (has_lowest(kind) ? 4 : 2);
         o->code += width * (kind == INT4 ? (len + 1) / 2 : len);
     }
     return 0;
@@ -381,7 +418,7 @@ KVC_INLINE int channel_run(const kvc_tensor *t, int kind, int fp16, size_t group
 // ---- sections ----------------------------------------------------------------------------------------------------
 
 static void quant_sizes(const kvc_tensor *t, int kind, int axis, size_t last, size_t group, size_t *parameters, size_t *codes) {
-    const size_t n = kvc_elements(t) * t->count, rows = t->rows * t->count, size = kind == INT4 ? 4 : 2;
+    const size_t n = kvc_elements(t) * t->count, rows = t->rows * t->count, size = has_lowest(kind) ? 4 : 2;
     if (axis == KVC_TOKEN) {
         const size_t full = last / group, rest = last % group, runs = n / last;
         *parameters = kind == FP8_PLAIN ? 0 : runs * (full + (rest != 0)) * size;
@@ -395,8 +432,8 @@ static void quant_sizes(const kvc_tensor *t, int kind, int axis, size_t last, si
 
 static int quant_valid(const kvc_tensor *t, int kind, int axis, size_t last, size_t group) {
     const size_t most = axis == KVC_TOKEN && kind == INT4 ? 127 : UINT16_MAX;
-    return (kind == INT8 || kind == INT4 || kind == FP8 || kind == FP8_PLAIN) && kvc_elements(t) && t->count &&
-           (axis == KVC_TOKEN || (axis == KVC_CHANNEL && kind != FP8_PLAIN)) &&
+    return (kind == INT8 || kind == INT8_RANGE || kind == INT4 || kind == FP8 || kind == FP8_PLAIN) && kvc_elements(t) &&
+           t->count && ((axis == KVC_TOKEN && kind != INT8_RANGE) || (axis == KVC_CHANNEL && kind != FP8_PLAIN)) &&
            last && t->cols % last == 0 && group && group <= most;
 }
 
@@ -419,6 +456,10 @@ KVC_INLINE void plain_decode(const kvc_tensor *t, int fp16, const uint8_t *q) {
     (t->dtype == KVC_FP16 ? (kind == INT8 ? f(t, INT8, 1, __VA_ARGS__) : kind == INT4 ? f(t, INT4, 1, __VA_ARGS__) : f(t, FP8, 1, __VA_ARGS__)) \
                           : (kind == INT8 ? f(t, INT8, 0, __VA_ARGS__) : kind == INT4 ? f(t, INT4, 0, __VA_ARGS__) : f(t, FP8, 0, __VA_ARGS__)))
 
+#define CHANNEL_EACH(...) \
+    (kind != INT8_RANGE ? QUANT_EACH(channel_run, __VA_ARGS__) \
+     : t->dtype == KVC_FP16 ? channel_run(t, INT8_RANGE, 1, __VA_ARGS__) : channel_run(t, INT8_RANGE, 0, __VA_ARGS__))
+
 static int64_t quant_encode(
     const kvc_tensor *t, int kind, int axis, size_t last, size_t group, uint8_t *dst, size_t capacity) {
     const size_t raw = KVC_SECTION + 2 * kvc_elements(t) * t->count;
@@ -432,7 +473,7 @@ static int64_t quant_encode(
     int failed;
     if (kind == FP8_PLAIN) failed = !(t->dtype == KVC_FP16 ? plain_encode(t, 1, o.code) : plain_encode(t, 0, o.code));
     else if (axis == KVC_TOKEN) failed = QUANT_EACH(token_encode, last, group, &o);
-    else failed = QUANT_EACH(channel_run, group, &o, 1);
+    else failed = CHANNEL_EACH(group, &o, 1);
     if (failed) return kvc_store_raw(t, dst, capacity);
     kvc_header(dst, (uint8_t)kind, (uint8_t)axis, (uint16_t)group, o.count);
     return o.kept - dst;
@@ -454,6 +495,6 @@ static int64_t quant_decode(const kvc_tensor *t, int kind, size_t last, const ui
     int failed = 0;
     if (kind == FP8_PLAIN) t->dtype == KVC_FP16 ? plain_decode(t, 1, o.code) : plain_decode(t, 0, o.code);
     else if (axis == KVC_TOKEN) failed = QUANT_EACH(token_decode, last, group, &o);
-    else failed = QUANT_EACH(channel_run, group, &o, 0);
+    else failed = CHANNEL_EACH(group, &o, 0);
     return failed ? KVC_CORRUPT : o.kept - src;
 }
