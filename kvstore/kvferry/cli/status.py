@@ -79,6 +79,12 @@ def _show(found: DaemonStatus) -> None:
         ],
         optional=3,
     )  # fmt: skip
+    _show_requests(found)
+    for fault in found.faults[:5]:
+        say(f"{seconds(max(0.0, found.at - fault.at))} ago {fault.level}: {fault.message}")
+
+
+def _show_requests(found: DaemonStatus) -> None:
     if found.operations:
         say("")
         print_table(
@@ -105,5 +111,3 @@ def _show(found: DaemonStatus) -> None:
                 for c in found.clients[:20]
             ],
         )
-    for fault in found.faults[:5]:
-        say(f"{seconds(max(0.0, found.at - fault.at))} ago {fault.level}: {fault.message}")

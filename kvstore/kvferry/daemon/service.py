@@ -111,7 +111,7 @@ class Service:
         try:
             failed = not self._try_answer(incoming)
         finally:
-            blocks, nbytes = self._moved
+            blocks, nbytes = (0, 0) if failed else self._moved
             self._node.operations.done(
                 _verb(incoming.message), self._session.name, self._session.tenant,
                 seconds=time.monotonic() - started, blocks=blocks, nbytes=nbytes, failed=failed,
