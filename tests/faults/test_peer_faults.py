@@ -14,14 +14,17 @@ import pytest
 from kvferry.client import Client, ClientOptions
 from kvferry.client.peer import PeerClient
 from kvferry.core.blockstore import Namespace
+from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.config_sources import load_config
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey
 from kvferry.daemon import Daemon
-from kvferry.store.remote.peer import PeerTier
-from kvferry.store.tier import TierNamespace
+from kvferry.store.remote.peer import AskedPeer, PeerOptions, PeerTier
+from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.fault_link import Faults
+from kvferry.testing.fault_proxy import FaultProxy
 from kvferry.testing.processes import Command
 
 SPEC = small_spec("peer-faults")
@@ -46,11 +49,12 @@ def tier(folder: Path, *peers: str) -> str:
 
 
 def in_process(folder: Path, name: str, *peers: str) -> Daemon:
-    config = load_config(None, assignments=[
-        f"daemon.socket={folder}/{name}.sock", "daemon.listen=none", "store.dram_capacity=8MiB",
-        f"store.tiers={tier(folder, *peers)}",
-    ]).config  # fmt: skip
-    return Daemon(config)
+    more = [f"store.tiers={tier(folder, *peers)}"] if peers else ["daemon.disk=none"]
+    return daemon_of(f"daemon.socket={folder}/{name}.sock", "daemon.listen=none", *more)
+
+
+def daemon_of(*assignments: str) -> Daemon:
+    return Daemon(load_config(None, assignments=["store.dram_capacity=8MiB", *assignments]).config)
 
 
 @pytest.fixture
@@ -102,8 +106,7 @@ def test_a_lost_peer_costs_only_its_share_and_heals(
         assert mine
         assert lost
         assert ns.lookup(keys).prefix == 0
-        with serve(tmp_path, "b") as b, serve(tmp_path, "c") as c:
-            b.wait_ready()
+        with closing(in_process(tmp_path, "b")), serve(tmp_path, "c") as c:
             c.wait_ready()
             wait_until(lambda: tier_of(ours).usage().healthy, HEAL_S)
             save_blocks(ns, keys)
@@ -119,8 +122,7 @@ def test_a_lost_peer_costs_only_its_share_and_heals(
             assert loaded(ns, lost[0])
             c.kill()
             lost_peer_is_missed(ours, ns, [key for key in keys if key != lost[0]], caplog)
-            with serve(tmp_path, "c") as again:
-                again.wait_ready()
+            with closing(in_process(tmp_path, "c")):
                 wait_until(lambda: tier_of(ours).usage().healthy, HEAL_S)
                 more = ns.keys([4] * 12 * SPEC.block_tokens)
                 save_blocks(ns, more)
@@ -140,6 +142,11 @@ def lost_peer_is_missed(
         assert time.monotonic() - started < 2
     assert loaded(ns, mine[-1])
     assert not loaded(ns, lost[-1])
+    reads = [BlockRead(key, page_aligned(SPEC.block_nbytes)) for key in keys]
+    space = TierNamespace.of("default", SPEC)
+    results = tier_of(ours).read_into(space, reads, deadline=deadline_in(5))
+    for key, result in zip(keys, results, strict=True):
+        assert result.outcome is (ReadOutcome.HIT if key in mine else ReadOutcome.MISS), result
     assert ours.store_of("default").levels[0].reads.opened == 0, "its fault was taken for the tier's"
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "c.sock" in line and "is away" in line]) == 1
@@ -172,6 +179,45 @@ def test_peers_of_each_other_do_not_go_round(tmp_path: Path) -> None:
             finally:
                 asks.close()
                 b.process.send_signal(signal.SIGCONT)
+
+
+def test_a_slow_or_lying_link_costs_time_up_to_the_deadline_and_no_wrong_byte(tmp_path: Path) -> None:
+    there = daemon_of("daemon.socket=none", "daemon.listen=tcp://127.0.0.1:0", "daemon.disk=none")
+    with closing(there), FaultProxy(there.addresses[0]) as proxy:
+
+        def make(url: str, *, connections: int, timeout_s: float) -> AskedPeer:
+            return PeerClient(url, connections=connections, timeout_s=timeout_s, own_epoch=lambda: "test")
+
+        tier = PeerTier("peer", PeerOptions(peers=(proxy.address,), timeout_s=10), make)
+        with closing(tier):
+            space = TierNamespace.of("default", SPEC)
+            tier.open(space)
+            keys = [BlockKey(bytes([number]) * 32) for number in range(8)]
+            sources = [memoryview(block_bytes(key, SPEC.block_nbytes)) for key in keys]
+            blocks = [BlockWrite(key, data, None, 0) for key, data in zip(keys, sources, strict=True)]
+            stored = tier.write(space, blocks, deadline=deadline_in(10))
+            assert {result.outcome for result in stored} == {WriteOutcome.STORED}
+            reads = [BlockRead(key, page_aligned(SPEC.block_nbytes)) for key in keys]
+            proxy.faults = Faults(rate=20_000, only="to_client")
+            started = time.monotonic()
+            slow = tier.read_into(space, reads, deadline=deadline_in(0.4))
+            assert {result.outcome for result in slow} == {ReadOutcome.FAILED}
+            assert 0.3 < time.monotonic() - started < 1.5
+            proxy.faults = Faults(flip_rate=1e-4, only="to_client")
+            for _ in range(10):
+                for block, result in zip(
+                    reads, tier.read_into(space, reads, deadline=deadline_in(5)), strict=True
+                ):
+                    wrong = block.into != block_bytes(block.key, SPEC.block_nbytes)
+                    assert result.outcome is not ReadOutcome.HIT or not wrong
+            proxy.faults = Faults()
+            proxy.reset_connections()
+
+            def healed() -> bool:
+                results = tier.read_into(space, reads, deadline=deadline_in(5))
+                return {result.outcome for result in results} == {ReadOutcome.HIT}
+
+            wait_until(healed, HEAL_S)
 
 
 def test_a_daemon_is_not_its_own_peer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

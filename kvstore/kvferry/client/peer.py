@@ -21,7 +21,7 @@ from kvferry.core.errors import (
     UnavailableError,
 )
 from kvferry.core.keys import BlockKey, split_keys
-from kvferry.core.spec import KeyScope, namespace_id
+from kvferry.core.spec import KeyScope
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, ReadResult, TierNamespace
 from kvferry.wire import daemon_messages as d
 
@@ -59,6 +59,7 @@ class PeerClient:
         self._link: Link | None = None
         self._closed = False
         self._itself = ""
+        self._spaces: dict[TierNamespace, TierNamespace] = {}
 
     @property
     def away(self) -> str:
@@ -148,19 +149,26 @@ class PeerClient:
         step = max(1, _MOST_NBYTES // max(1, namespace.spec.block_nbytes))
         for start in range(0, len(blocks), step):
             some = blocks[start : start + step]
-            with self._line(namespace, deadline) as (line, number):
-                request = d.WritePeer(
-                    namespace=number,
-                    keys=b"".join([block.key for block in some]),
-                    parents=tuple([block.parent for block in some]),
-                    positions=tuple([block.position for block in some]),
-                    lossy=bytes(block.lossy for block in some),
-                    timeout_s=_left(deadline),
-                )
-                payload = [block.data for block in some]
-                answer = line.channel.call(request, d.PeerMarks, payload=payload, deadline=deadline)
-                results += _flags(line, answer, len(some))
+
+            def ask(some: Sequence[BlockWrite] = some) -> list[bool]:
+                return self._write(namespace, some, deadline)
+
+            results += self._twice(ask)  # what is there already is no error
         return results
+
+    def _write(self, namespace: TierNamespace, blocks: Sequence[BlockWrite], deadline: float) -> list[bool]:
+        with self._line(namespace, deadline) as (line, number):
+            request = d.WritePeer(
+                namespace=number,
+                keys=b"".join([block.key for block in blocks]),
+                parents=tuple([block.parent for block in blocks]),
+                positions=tuple([block.position for block in blocks]),
+                lossy=bytes(block.lossy for block in blocks),
+                timeout_s=_left(deadline),
+            )
+            payload = [block.data for block in blocks]
+            answer = line.channel.call(request, d.PeerMarks, payload=payload, deadline=deadline)
+            return _flags(line, answer, len(blocks))
 
     def close(self) -> None:
         """End the connections; a second call does nothing."""
@@ -182,13 +190,24 @@ class PeerClient:
             if line.epoch == self._own_epoch():
                 self._itself = f"peer {self.url} is this daemon itself: leave it out of its own peers"
                 raise ConfigError(self._itself)
-            scope = _scope(namespace)
-            wanted = namespace_id(namespace.spec, scope)
-            opened = line.opened.get(wanted)
+            wanted = self._named(namespace)
+            opened = line.opened.get(wanted.namespace_id)
             if opened is None:
-                request = d.OpenNamespace(spec=namespace.spec, scope=scope, namespace_id=wanted)
-                opened = line.opened[wanted] = line.call(request, d.NamespaceOpened, deadline)
+                request = d.OpenNamespace(
+                    spec=wanted.spec, scope=wanted.scope, namespace_id=wanted.namespace_id
+                )
+                opened = line.opened[wanted.namespace_id] = line.call(request, d.NamespaceOpened, deadline)
             yield line, opened.namespace
+
+    def _named(self, namespace: TierNamespace) -> TierNamespace:
+        """The namespace as it is called there: tenants are apart, though all of them come as one."""
+        if namespace.tenant == _DEFAULT_TENANT:
+            return namespace
+        found = self._spaces.get(namespace)
+        if found is None:
+            found = TierNamespace.of(_DEFAULT_TENANT, namespace.spec, _scope(namespace))
+            self._spaces[namespace] = found
+        return found
 
     def _reach(self) -> Link:
         with self._lock:
@@ -207,9 +226,7 @@ class PeerClient:
 
 
 def _scope(namespace: TierNamespace) -> KeyScope:
-    """Tenants are apart there too, though all of them come over connections of one."""
-    if namespace.tenant == _DEFAULT_TENANT:
-        return namespace.scope
+    """A scope that no other tenant's blocks have."""
     mixed = blake2b(b"kvferry tenant at a peer\0" + namespace.tenant.encode() + b"\0", digest_size=32)
     if (salt := namespace.scope.salt) is not None:
         mixed.update(b"\1" + salt)

@@ -76,6 +76,7 @@ class Service:
         self._offer = ArenaOffer(channel, store.arena, may_write=True)
         self._namespaces: list[MemoryNamespace] = []
         self._by_id: dict[bytes, int] = {}
+        self._to_peer: dict[int, MemoryNamespace] = {}
         self._moved = (0, 0)  # blocks and bytes of the request that is being answered
         self._session = node.sessions.join(channel, tenant, store)
         self._verbs: dict[type[Message], Callable[[Any], Reply]] = {
@@ -206,10 +207,12 @@ class Service:
 
     def _for_peer(self, number: int) -> MemoryNamespace:
         """A namespace as it answers a daemon: from tiers of its own, so that nothing goes round in a ring."""
-        own = self._namespace(number)
-        namespace = self._session.store.namespace(own.spec, own.scope)
-        namespace.local_only = True
-        return namespace
+        found = self._to_peer.get(number)
+        if found is None:
+            own = self._namespace(number)
+            found = self._to_peer[number] = self._session.store.namespace(own.spec, own.scope)
+            found.local_only = True
+        return found
 
     def _ask_peer(self, message: d.AskPeer) -> Reply:
         namespace = self._for_peer(message.namespace)

@@ -273,7 +273,7 @@ class PeerTier(Tier):
             entries=entries,
             used_nbytes=used,
             healthy=not lost,
-            counters={**counters, "peers_away": float(len(lost))},
+            counters=counters,
             status={"peers": " ".join(self.urls), **{f"peer {url}": why for url, why in lost.items()}},
         )
 
@@ -314,6 +314,9 @@ class PeerTier(Tier):
                 answers[number] = ask(self.peers[number], [items[i] for i in shares[number]], limit)
             except KVFerryError as error:
                 answers[number] = error
+            except Exception as error:  # noqa: BLE001 - root of a thread: it must give an answer
+                _log.exception("tier %s: asking %s", self.name, self.urls[number])
+                answers[number] = TierError(f"asking {self.urls[number]} failed: {error!r}")
 
         others = list(shares)[1:]
         threads = [
