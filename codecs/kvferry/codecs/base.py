@@ -19,9 +19,22 @@ from typing import ClassVar, TypeAlias
 from kvferry.core.errors import CodecError
 from kvferry.core.spec import LayerSpec, TensorSpec
 
-__all__ = ["ArrayStage", "ByteStage", "Codec", "CodecConfig", "Stage", "slice_count"]
+__all__ = [
+    "ArrayStage",
+    "ByteStage",
+    "Codec",
+    "CodecConfig",
+    "Stage",
+    "UnfitValuesError",
+    "check_writable",
+    "slice_count",
+]
 
 CodecConfig: TypeAlias = "Mapping[str, str | int | float | bool]"
+
+
+class UnfitValuesError(CodecError):
+    """The values are none that a stage can encode; a pipeline stores such slices as they are."""
 
 
 class Stage(ABC):
@@ -121,6 +134,7 @@ class ArrayStage(Stage):
 
         Raises:
             CodecError: If the sizes do not fit each other.
+            UnfitValuesError: If these values cannot be encoded.
         """
 
     @abstractmethod
@@ -161,6 +175,16 @@ class ByteStage(Stage):
             CorruptBlockError: If ``src`` was not made by this stage, is cut or too long, or does not fit
                 into ``dst``.
         """
+
+
+def check_writable(dst: memoryview, codec_id: str) -> None:
+    """Whether an output may be written: kernels in C, which get an address, would not notice.
+
+    Raises:
+        CodecError: If it is read-only.
+    """
+    if dst.readonly:
+        raise CodecError(f"codec {codec_id!r}: the output is read-only; give it a writable buffer")
 
 
 def slice_count(nbytes: int, layer: LayerSpec, codec_id: str) -> int:

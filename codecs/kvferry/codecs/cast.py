@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.codecs.base import ArrayStage, CodecConfig, slice_count
+from kvferry.codecs.base import ArrayStage, CodecConfig, UnfitValuesError, slice_count
 from kvferry.codecs.fallback.floats import bf16_of
 from kvferry.codecs.parameters import Parameters
 from kvferry.core.errors import CodecError
@@ -34,8 +34,8 @@ def _cast(layer: LayerSpec, to: str) -> LayerSpec:
 class CastStage(ArrayStage):
     """float32 tensors to 16 bits and back; others stay. The padding of slices comes back as zeros.
 
-    Engines that keep KV in 16 bits have no use for it. float16 holds values up to 65504; a tensor with larger
-    ones, or with some that are not finite, is refused there. bfloat16 holds all.
+    Engines that keep KV in 16 bits have no use for it. float16 holds values up to 65504; slices with larger
+    ones, or with some that are not finite, are stored as they are. bfloat16 holds all.
 
     Args:
         to: ``bfloat16`` or ``float16``.
@@ -95,7 +95,7 @@ class CastStage(ArrayStage):
             found = np.where(nan, np.uint16(0x7FC0), bf16_of(values)).astype("<u2")
             return found.view(np.uint8)
         if not bool((np.abs(values) <= 65504).all()):
-            raise CodecError("codec 'cast': float16 holds no value above 65504; use cast(to=bfloat16)")
+            raise UnfitValuesError("codec 'cast': float16 holds no value above 65504; use cast(to=bfloat16)")
         return values.astype("<f2").view(np.uint8)
 
     def _widened(self, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -10,7 +10,7 @@ from kvferry.codecs.frame import LOSSY, STORED_RAW, Frame, aligned, frame_nbytes
 from kvferry.codecs.kernels import FrameForm, kernels
 from kvferry.codecs.pipeline import CodecPipeline
 from kvferry.codecs.stages import load_stage
-from kvferry.core.errors import CodecError, ConfigError
+from kvferry.core.errors import CodecError, ConfigError, CorruptBlockError
 from kvferry.core.spec import LayerSpec
 
 __all__ = ["DecodedRow", "decode_frame", "decode_many", "decode_row"]
@@ -66,6 +66,10 @@ def decode_frame(src: memoryview, layer: LayerSpec, dst: memoryview, *, lossless
     pipeline = _pipeline_of(frame.stages)
     if lossless_only and (frame.lossy or not (pipeline.lossless or frame.stored_raw)):
         raise CodecError(f"the slice was encoded by the lossy {pipeline.text!r}, this reader takes no loss")
+    if frame.lossy == (pipeline.lossless or frame.stored_raw):
+        raise CorruptBlockError(
+            f"an encoded slice of {pipeline.text!r} is said to be {'lossy' if frame.lossy else 'lossless'}"
+        )
     pipeline.decode_body(frame, layer, dst)
     form = pipeline.form(layer, len(dst))
     if form is not None:
@@ -137,7 +141,7 @@ def _as_expected(
     frames = kernels().frames
     if frames is None or expected.layer is not layer or (lossless_only and not expected.lossless):
         return []
-    if any(len(dst) != expected.nbytes for dst in dsts):
+    if any(len(dst) != expected.nbytes or dst.readonly for dst in dsts):
         return []
     return frames.decode((expected.form,) * len(srcs), srcs, dsts)
 
@@ -155,7 +159,7 @@ def _in_row(
     forms: list[FrameForm] = []
     for layer, dst in zip(layers, dsts, strict=True):
         form = pipeline.form(layer, len(dst))
-        if form is None:
+        if form is None or dst.readonly:
             break
         forms.append(form)
     return frames.decode(forms, (src,), dsts[: len(forms)], in_row=True) if forms else []

@@ -12,7 +12,15 @@ import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvferry.codecs.base import ArrayStage, ByteStage, Codec, Stage, slice_count
+from kvferry.codecs.base import (
+    ArrayStage,
+    ByteStage,
+    Codec,
+    Stage,
+    UnfitValuesError,
+    check_writable,
+    slice_count,
+)
 from kvferry.codecs.error import SliceError, slice_errors
 from kvferry.codecs.frame import (
     LOSSY,
@@ -216,6 +224,7 @@ class CodecPipeline:
             CodecError: If ``dst`` is no whole number of slices.
         """
         count = slice_count(len(dst), layer, self.text)
+        check_writable(dst, self.text)
         if frame.decoded_nbytes != len(dst):
             raise CorruptBlockError(
                 f"an encoded slice declares {frame.decoded_nbytes} bytes, {len(dst)} are expected"
@@ -251,13 +260,17 @@ class CodecPipeline:
     def _check_room(self, dst: memoryview, needed: int) -> None:
         if len(dst) < needed:
             raise CodecError(f"codec {self.text!r}: {needed} bytes are needed, the output has {len(dst)}")
+        check_writable(dst, self.text)
 
     def _encode_frame(
         self, src: memoryview, layer: LayerSpec, shape: _Shape, dst: memoryview
     ) -> tuple[int, int]:
         """Size and flags of one frame, made stage by stage."""
         body = dst[self._header : shape.needed]
-        nbytes = len(src) if self._plain else self._encode(src, layer, shape.slices, body)
+        try:
+            nbytes = len(src) if self._plain else self._encode(src, layer, shape.slices, body)
+        except UnfitValuesError:
+            nbytes = len(src)
         if nbytes >= len(src):
             return self._store_raw(src, dst), STORED_RAW
         encode_header(dst, self._named, len(src), nbytes, lossy=not self.lossless, stored_raw=False)

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from functools import lru_cache
 from typing import Final
 
-from kvferry.codecs.base import Codec, slice_count
+from kvferry.codecs.base import Codec, check_writable, slice_count
 from kvferry.codecs.kernels import Operation, Piece, Plan, kernels
 from kvferry.core.errors import CodecError, CorruptBlockError
 from kvferry.core.spec import DType, LayerSpec, TensorSpec
@@ -56,11 +56,13 @@ class TensorCodec(Codec):
         needed = layer.nbytes * count + _SECTION_NBYTES * len(plan.pieces)
         if len(dst) < needed:
             raise CodecError(f"codec {self.codec_id!r}: {needed} bytes are needed, the output has {len(dst)}")
+        check_writable(dst, self.codec_id)
         return kernels().encode(plan, src, count, dst) if count else 0
 
     def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
         """See :meth:`Codec.decode_into`."""
         count = slice_count(len(dst), layer, self.codec_id)
+        check_writable(dst, self.codec_id)
         if count:
             kernels().decode(self._plan(layer), src, count, dst)
         elif len(src):

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from kvferry.codecs import CodecPipeline, decode_frame
+from kvferry.codecs.base import UnfitValuesError
 from kvferry.codecs.cast import CastStage
+from kvferry.core.buffers import page_aligned
 from kvferry.core.errors import CodecError
 from kvferry.core.spec import DType, LayerSpec, TensorSpec
 from kvferry.testing.codecs import kv_layer
@@ -58,11 +60,21 @@ def test_values_that_are_not_finite_stay_what_they_are() -> None:
     assert np.isnan(found[[2, 9]]).all()
 
 
-def test_float16_refuses_what_it_cannot_hold() -> None:
+@pytest.mark.parametrize("value", [1e6, np.inf, np.nan])
+def test_what_float16_cannot_hold_is_stored_as_it_is(value: float) -> None:
     values = normal(LAYER.nbytes // 4)
-    values[3] = 1e6
-    with pytest.raises(CodecError, match="65504"):
-        through("cast(to=float16)", values)
+    values[3] = value
+    narrow = np.zeros(LAYER.nbytes, np.uint8)
+    stage = CastStage("float16")
+    with pytest.raises(UnfitValuesError, match="65504"):
+        stage.encode_into(values.data.cast("B"), LAYER, narrow.data[: stage.encoded_layer(LAYER).nbytes])
+    pipeline = CodecPipeline.parse("cast(to=float16)|int8(k=keep)")
+    dst = page_aligned(pipeline.max_encoded_nbytes(LAYER))
+    nbytes = pipeline.encode_into(values.data.cast("B"), LAYER, dst)
+    found = decode_frame(dst[:nbytes], LAYER, narrow.data, lossless_only=True)
+    assert found.stored_raw
+    assert narrow.tobytes() == values.tobytes()
+    assert pipeline.counts["stored_raw"] == 1
 
 
 def test_other_tensors_stay_and_padding_is_zero() -> None:

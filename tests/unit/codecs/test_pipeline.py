@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 
 from kvferry.codecs import ArrayStage, CodecPipeline, decode_frame
 from kvferry.codecs.base import Codec
+from kvferry.codecs.decoding import decode_many, decode_row
 from kvferry.codecs.error import slice_errors
+from kvferry.codecs.frame import aligned
 from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
 from kvferry.codecs.quantised import Int4Codec, Int8Codec
 from kvferry.codecs.raw import RawCodec
 from kvferry.codecs.scratch import Scratch
 from kvferry.codecs.stages import registry
+from kvferry.codecs.tensors import TensorCodec
 from kvferry.core.buffers import ByteArray, page_aligned
 from kvferry.core.errors import CodecError, CorruptBlockError
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
@@ -80,6 +84,48 @@ def test_output_one_byte_too_small(text: str) -> None:
     with pytest.raises(CodecError, match="bytes are needed"):
         pipeline.encode_into(normal(LAYER, 0).data, LAYER, whole.data[:-65])
     assert (whole[-65:] == 0xA5).all()
+
+
+@pytest.mark.parametrize("text", PIPELINES)
+def test_a_read_only_output_is_refused_and_stays(text: str) -> None:
+    pipeline = CodecPipeline.parse(text)
+    data = normal(LAYER, 0)
+    fixed = bytes(pipeline.max_encoded_nbytes(LAYER))
+    with pytest.raises(CodecError, match="read-only"):
+        pipeline.encode_into(data.data, LAYER, memoryview(fixed))
+    frame, out = encode(pipeline, data), bytes(LAYER.nbytes)
+    row = page_aligned(aligned(len(frame)))
+    row[: len(frame)] = frame
+    for decode in (
+        partial(pipeline.decode_into, frame, LAYER),
+        partial(decode_frame, frame, LAYER),
+        lambda dst: decode_many([frame], LAYER, [dst]),
+        lambda dst: decode_row(row, [LAYER], [dst]),
+    ):
+        decode(page_aligned(LAYER.nbytes))  # the next one goes the way of frames that look like the last
+        with pytest.raises(CodecError, match="read-only"):
+            decode(memoryview(out))
+    if isinstance(pipeline.codec, TensorCodec) and not pipeline.bytes:
+        with pytest.raises(CodecError, match="read-only"):
+            pipeline.codec.decode_into(frame[64:], LAYER, memoryview(out))
+        with pytest.raises(CodecError, match="read-only"):
+            pipeline.codec.encode_into(data.data, LAYER, memoryview(fixed))
+    assert not any(out)
+    assert not any(fixed)
+
+
+@pytest.mark.parametrize("text", ["ebp", "int8", "int8|lz4", "cast"])
+def test_a_frame_cannot_deny_its_loss(text: str) -> None:
+    layer = kv_layer(16, 2, 64, DType.FLOAT32) if text == "cast" else LAYER
+    frame, out = encode(CodecPipeline.parse(text), normal(layer, 0), layer), page_aligned(layer.nbytes)
+    decode_frame(frame, layer, out)  # the next one may go the way of frames that look like the last
+    frame[4] ^= 1
+    row = page_aligned(aligned(len(frame)))
+    row[: len(frame)] = frame
+    with pytest.raises(CorruptBlockError, match="is said to be"):
+        decode_frame(frame, layer, out)
+    with pytest.raises(CorruptBlockError, match="is said to be"):
+        decode_row(row, [layer], [out])
 
 
 @pytest.mark.parametrize("text", PIPELINES)
