@@ -74,7 +74,7 @@ class Int8Codec(_Quantised):
         k: Groups of ``k`` tensors: ``token`` (neighbours in a head), or ``channel`` (neighbours in time),
             which has half the error and fits models whose keys have channels that stick out. ``range``: by
             channel, over the range from the lowest to the highest value, in groups twice as long, since
-            each has two parameters; half the error at the same size. ``keep``: keys stay as they are
+            each has two parameters; less error yet at the same size. ``keep``: keys stay as they are
             (1.32 times smaller), for answers that hardly ever change.
         group: Values that share a scale; keys of ``range`` twice as many.
         bound: Largest relative L2 error of a tensor (:meth:`Codec.error_bound`); 0 for that of the codec.
