@@ -61,9 +61,11 @@ class DedupCodec(Codec):
     codec_id: ClassVar[str] = "dedup"
 
     def __init__(self, inner: str = _INNER) -> None:
-        stages = [load_stage(stage) for stage in parse_stages(inner)]
-        if len(stages) != 1 or not isinstance(stages[0], Codec) or isinstance(stages[0], DedupCodec):
-            raise CodecError(f"codec 'dedup': inner is {inner!r}; write one other codec, as ebp or int8")
+        named = parse_stages(inner)
+        nested = any(name == self.codec_id for name, _ in named)  # not loaded: a peer may nest them deep
+        stages = [] if nested else [load_stage(stage) for stage in named]
+        if len(stages) != 1 or not isinstance(stages[0], Codec):
+            raise CodecError(f"codec 'dedup': inner is {inner[:80]!r}; write one other codec, as ebp or int8")
         self.inner: Final = stages[0]
         self.lossless = self.inner.lossless
 

@@ -5,6 +5,7 @@ import struct
 import numpy as np
 import pytest
 
+from kvferry.codecs import CodecPipeline
 from kvferry.codecs.dedup import DedupCodec
 from kvferry.codecs.ebp import EbpCodec
 from kvferry.core.buffers import ByteArray, page_aligned
@@ -124,3 +125,9 @@ def test_parameters() -> None:
         DedupCodec("splot")
     with pytest.raises(CodecError, match="did you mean inner"):
         DedupCodec.from_config({"iner": "ebp"})
+
+
+def test_nested_as_deep_as_a_peer_likes_it_is_refused_in_few_words() -> None:
+    with pytest.raises(CodecError, match="write one other codec") as raised:
+        CodecPipeline.parse("dedup(inner=" * 5000 + "ebp" + ")" * 5000)
+    assert len(str(raised.value)) < 200
