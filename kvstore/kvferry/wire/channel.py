@@ -24,6 +24,7 @@ from kvferry.wire.handshake import shaking_hands
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import Failure, Hello, Message, Welcome
 from kvferry.wire.options import ChannelOptions, Peer
+from kvferry.wire.payload import SMALL_NBYTES, sealed
 from kvferry.wire.protocol import (
     DESCRIPTOR_TYPES,
     MessageReceived,
@@ -263,10 +264,12 @@ class Channel:
     ) -> None:
         head = self._protocol.encode(message, nbytes, request_id)
         try:
-            if views and self._protocol.checksum:
-                self._connection.send_hashed(head, views, deadline)
-            else:
+            if not views or not self._protocol.checksum:
                 self._connection.send([head, *views], deadline)
+            elif nbytes <= SMALL_NBYTES:
+                self._connection.send([sealed(head, views)], deadline)
+            else:
+                self._connection.send_hashed(head, views, deadline)
         except BaseException:
             self._frame_failed()
             raise

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from xxhash import xxh3_64_intdigest
 
 from kvferry.core.errors import CorruptBlockError
 from kvferry.transports.hashed import PIECE_NBYTES
-from kvferry.wire.protocol import MessageReceived
+from kvferry.wire.protocol import TRAILER_NBYTES, MessageReceived
 
-__all__ = ["PIECE_NBYTES", "damaged", "scratch_pieces"]
+__all__ = ["PIECE_NBYTES", "SMALL_NBYTES", "damaged", "scratch_pieces", "sealed"]
+
+SMALL_NBYTES = 8 << 10
+"""Up to here a payload costs less to copy once than to be moved by itself."""
 
 _SCRATCH_NBYTES = 256 << 10
 
@@ -19,6 +24,12 @@ def damaged(address: str, event: MessageReceived, found: int, sent: int) -> Corr
         f"{address}: {type(event.message).__name__} with its payload ({event.payload_nbytes} bytes, request "
         f"{event.request_id}) has xxh3_64 {found:016x}, sent was {sent:016x}; connection aborted"
     )
+
+
+def sealed(head: bytes, views: Sequence[memoryview]) -> bytes:
+    """A small frame in one piece, with its trailer."""
+    data = b"".join((head, *views))
+    return data + xxh3_64_intdigest(data).to_bytes(TRAILER_NBYTES, "little")
 
 
 def scratch_pieces(nbytes: int) -> Iterator[list[memoryview]]:

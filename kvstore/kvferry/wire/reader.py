@@ -9,7 +9,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvferry.core.errors import TransferTimeoutError
 from kvferry.transports.base import Connection
-from kvferry.wire.payload import damaged
+from kvferry.wire.payload import SMALL_NBYTES, damaged
 from kvferry.wire.protocol import (
     HEADER_NBYTES,
     TRAILER_NBYTES,
@@ -21,7 +21,6 @@ __all__ = ["FrameReader"]
 
 _META_PIECE_NBYTES = 64 << 10
 _AHEAD_NBYTES = 16 << 10
-_SMALL_NBYTES = 8 << 10
 
 
 class FrameReader:
@@ -81,14 +80,15 @@ class FrameReader:
         self._first, self._last = 0, n
         message = protocol.receive_whole(place if n == usual else place[:n])
         if message is not None:
-            self._first = protocol.head_nbytes
-            self._expect_next(message)
+            self._first = head_nbytes = protocol.head_nbytes
+            if head_nbytes != usual or 0 < message.payload_nbytes <= SMALL_NBYTES:
+                self._expect_next(message)
         return message
 
     def _expect_next(self, message: MessageReceived) -> None:
         """Have place for another frame like this one: they often are alike."""
         usual, nbytes = self._protocol.head_nbytes, message.payload_nbytes
-        if nbytes and nbytes <= _SMALL_NBYTES:
+        if nbytes and nbytes <= SMALL_NBYTES:
             usual += nbytes + message.has_trailer * TRAILER_NBYTES
         if usual != self._usual and usual <= _AHEAD_NBYTES:
             self._usual = usual
