@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,7 +22,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.core.leases import Session
 from kvferry.core.memory import MemoryStore
 from kvferry.core.segments import Slot
-from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, stop_process, wait_until
 
 BLOCKS = 16
 HELD = 3
@@ -102,9 +101,7 @@ class Child:
         assert self.line() == "busy"
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+        stop_process(self.process.pid)
 
     def kill(self) -> None:
         self.process.kill()

@@ -16,7 +16,7 @@ from kvferry.core.blockstore import Namespace
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, LeaseExpiredError, UnavailableError
 from kvferry.core.keys import BlockKey
-from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, stop_process, wait_until
 from kvferry.testing.processes import Command
 
 SPEC = small_spec("daemon-faults")
@@ -145,7 +145,7 @@ def test_slots_of_a_stopped_client_are_not_used_again(tmp_path: Path, daemon: Co
     """Past its lease it may still write; only the end of its process gives the slots back."""
     process = child(FILLER, tmp_path)
     try:
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process.pid)
         with Client(f"unix://{tmp_path}/d.sock") as client:
             ns = client.namespace(SPEC)
             wait_until(lambda: client.stats().quarantined_nbytes == 3 * SPEC.block_nbytes)
@@ -174,7 +174,7 @@ def test_a_stopped_reader_takes_no_wrong_byte(tmp_path: Path, daemon: Command) -
         save_blocks(ns, ns.keys([7] * 3 * SPEC.block_tokens))
         process = child(READER, tmp_path)
         try:
-            process.send_signal(signal.SIGSTOP)
+            stop_process(process.pid)
             assert save_blocks(ns, ns.keys([8] * BLOCKS * SPEC.block_tokens), seconds=10) == BLOCKS
             process.send_signal(signal.SIGCONT)
             assert process.stdout is not None
@@ -191,7 +191,7 @@ def test_a_hung_daemon_costs_no_more_than_the_deadline(tmp_path: Path, daemon: C
         ns = client.namespace(SPEC)
         keys = ns.keys([1] * SPEC.block_tokens)
         save_blocks(ns, keys)
-        daemon.process.send_signal(signal.SIGSTOP)
+        stop_process(daemon.process.pid)
         try:
             for _ in range(3):
                 started = time.monotonic()

@@ -22,7 +22,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.daemon import Daemon
 from kvferry.store.remote.peer import AskedPeer, PeerOptions, PeerTier
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
-from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, stop_process, wait_until
 from kvferry.testing.fault_link import Faults
 from kvferry.testing.fault_proxy import FaultProxy
 from kvferry.testing.processes import Command
@@ -63,13 +63,6 @@ def ours(tmp_path: Path) -> Iterator[Daemon]:
     daemon = in_process(tmp_path, "a", "b", "c")
     yield daemon
     daemon.close()
-
-
-def stop(command: Command) -> None:
-    """SIGSTOP, and wait until it stands still."""
-    command.process.send_signal(signal.SIGSTOP)
-    stat = Path(f"/proc/{command.process.pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def tier_of(daemon: Daemon) -> PeerTier:
@@ -115,7 +108,7 @@ def test_a_lost_peer_costs_only_its_share_and_heals(
             with store._lock:
                 store._forget(ns.namespace_id, None)  # from memory alone
             assert held(ns, keys) == set(keys)
-            stop(c)
+            stop_process(c.process.pid)
             lost_peer_is_missed(ours, ns, keys, caplog)
             c.process.send_signal(signal.SIGCONT)
             wait_until(lambda: held(ns, keys) == set(keys), HEAL_S)
@@ -168,7 +161,7 @@ def test_peers_of_each_other_do_not_go_round(tmp_path: Path) -> None:
             assert client.stats().per_tier["peer"]["stored"] == 6
             assert other.stats().per_tier["peer"]["stored"] == 0
             assert other.stats().per_tier["peer"]["present"] == 0, "sent back to where it came from"
-            stop(b)
+            stop_process(b.process.pid)
             asks = PeerClient(url(tmp_path, "d"), connections=1, timeout_s=5, own_epoch=lambda: "test")
             try:
                 space = TierNamespace.of("default", SPEC)

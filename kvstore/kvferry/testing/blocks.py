@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from kvferry.core.blockstore import Namespace
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 
-__all__ = ["block_bytes", "save_blocks", "small_spec", "wait_until"]
+__all__ = ["block_bytes", "save_blocks", "small_spec", "stop_process", "wait_until"]
 
 
 def small_spec(model: str = "small", *, layers: int = 2, pages: int = 2, block_tokens: int = 4) -> KVSpec:
@@ -56,3 +59,20 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {seconds} s"
         time.sleep(0.002)
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and wait until every thread of the process stands still: the signal alone returns before.
+
+    Raises:
+        AssertionError: If one runs on for 10 s.
+        OSError: If there is no such process.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+
+    def still() -> bool:
+        states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads.iterdir()]
+        return all(state in "TZX" for state in states)
+
+    wait_until(still)

@@ -11,8 +11,6 @@ from kvferry.core.config_types import Url
 from kvferry.core.errors import ConfigError
 
 RANKS = 8
-# C154: what kvferry's components listen on by default; that of the cache daemon's HTTP included
-PLANNED = {8451: "the daemon's HTTP"}
 
 
 def _urls() -> dict[str, Url]:
@@ -25,7 +23,7 @@ def _urls() -> dict[str, Url]:
 def test_all_options_are_found() -> None:
     assert set(_urls()) == {
         "prefill.listen", "decode.listen", "decode.kv_listen", "gateway.listen", "gateway.prefill",
-        "gateway.decode", "daemon.listen",
+        "gateway.decode", "daemon.listen", "daemon.http",
     }  # fmt: skip
 
 
@@ -69,7 +67,7 @@ def test_forms_of_c152_are_read(key: str, text: str, host: str, port: int | None
     ],
 )
 def test_forms_of_c152_are_refused_with_the_reason(key: str, text: str, reason: str) -> None:
-    if key in ("decode.kv_listen", "daemon.listen") and not text:
+    if key in ("decode.kv_listen", "daemon.listen", "daemon.http") and not text:
         section, name = key.split(".")
         found = load_config(assignments=[f"{key}="]).config
         assert getattr(getattr(found, section), name) is None  # it may be left out
@@ -81,7 +79,9 @@ def test_forms_of_c152_are_refused_with_the_reason(key: str, text: str, reason: 
 
 def test_default_ports_are_apart_for_eight_ranks() -> None:
     """C154."""
-    config, taken = Config(), dict(PLANNED)
+    config = Config()
+    taken = {8451: "the daemon's HTTP"}
+    assert parse_url(config.daemon.http or "").port == 8451
     for name, ranks in (("gateway", 1), ("prefill", RANKS), ("decode", RANKS)):
         base = parse_url(getattr(config, name).listen).port
         assert base is not None
@@ -91,4 +91,4 @@ def test_default_ports_are_apart_for_eight_ranks() -> None:
     assert config.daemon.listen == ("tcp://127.0.0.1:8450",)
     assert 8450 not in taken
     assert config.decode.kv_listen is None  # a free one, which the worker names
-    assert len(taken) == 1 + 2 * RANKS + len(PLANNED)
+    assert len(taken) == 1 + 2 * RANKS + 1
