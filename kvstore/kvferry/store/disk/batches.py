@@ -6,33 +6,20 @@ import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from kvferry.core.errors import ConfigError
-from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.core.keys import BlockKey
 from kvferry.store.disk.pool import Batch
 from kvferry.store.disk.reads import LATE
 from kvferry.store.disk.state import Home
-from kvferry.store.tier import BlockWrite, ReadOutcome, WriteOutcome
+from kvferry.store.tier import BlockWrite
 
 __all__ = [
-    "READ_COUNTERS", "WRITE_COUNTERS", "Missing", "collect", "placed", "require_block", "share_of",
+    "Missing", "collect", "placed", "share_of",
     "shares_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
 _SHARE: Final = 8
 _SHARE_NBYTES: Final = 1 << 20
-READ_COUNTERS: Final = {
-    ReadOutcome.HIT: "hits",
-    ReadOutcome.MISS: "misses",
-    ReadOutcome.CORRUPT: "corrupt_reads",
-    ReadOutcome.FAILED: "failed_reads",
-}
-WRITE_COUNTERS: Final = {
-    WriteOutcome.STORED: "stored",
-    WriteOutcome.PRESENT: "present",
-    WriteOutcome.REFUSED: "refused",
-    WriteOutcome.FAILED: "failed_writes",
-}
 
 
 def share_of(count: int, nbytes: int, threads: int) -> int:
@@ -91,20 +78,3 @@ def placed(home: Home, blocks: Sequence[BlockWrite]) -> Sequence[BlockWrite]:
         known[block.key] = block.position
         found.append(block)
     return found
-
-
-def require_block(key: BlockKey, data: memoryview, home: Home, *, writable: bool = False) -> None:
-    """Refuse a key or a buffer that no block of the namespace can have.
-
-    Raises:
-        ConfigError: With what it should be.
-    """
-    if len(key) != KEY_NBYTES:
-        raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
-    if data.nbytes != home.template.data_nbytes or data.ndim != 1 or data.itemsize != 1:
-        raise ConfigError(
-            f"a buffer of {data.nbytes} bytes, format {data.format!r}; a block of this namespace is a flat "
-            f"view of {home.template.data_nbytes} bytes"
-        )
-    if writable and data.readonly:
-        raise ConfigError("the buffer to read into is read-only")

@@ -12,14 +12,12 @@ from operator import itemgetter
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
-from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.core.keys import BlockKey
+from kvferry.store.batch_checks import READ_COUNTERS, WRITE_COUNTERS, require_reads, require_writes
 from kvferry.store.disk.batches import (
-    READ_COUNTERS,
-    WRITE_COUNTERS,
     Missing,
     collect,
     placed,
-    require_block,
     share_of,
     shares_of,
 )  # fmt: skip
@@ -267,8 +265,7 @@ class DiskTier(Tier):
     ) -> list[ReadResult]:
         """See :class:`~kvferry.store.tier.Tier`."""
         home = self._home(namespace)
-        for block in blocks:
-            require_block(block.key, block.into, home, writable=True)
+        require_reads(blocks, home.template.data_nbytes)
         if self._closed:
             return [ReadResult(ReadOutcome.FAILED, f"tier {self.name} is closed")] * len(blocks)
         held = self._state.index.contains(home.held, [block.key for block in blocks])
@@ -299,10 +296,7 @@ class DiskTier(Tier):
     ) -> list[WriteResult]:
         """See :class:`~kvferry.store.tier.Tier`."""
         home = self._home(namespace)
-        for block in blocks:
-            require_block(block.key, block.data, home)
-            if block.parent is not None and len(block.parent) != KEY_NBYTES:
-                raise ConfigError(f"a parent has {len(block.parent)} bytes, a key has {KEY_NBYTES}")
+        require_writes(blocks, home.template.data_nbytes)
         if self._closed:
             return [WriteResult(WriteOutcome.FAILED, f"tier {self.name} is closed")] * len(blocks)
 

@@ -14,8 +14,9 @@ from typing import Final
 
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, TierError
-from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.core.keys import BlockKey
 from kvferry.core.tenants import check_tenant
+from kvferry.store.batch_checks import READ_COUNTERS, WRITE_COUNTERS, require_reads, require_writes
 from kvferry.store.disk.problems import Problems
 from kvferry.store.encoding import TierCodec
 from kvferry.store.remote.backend import Backend, Done
@@ -42,19 +43,7 @@ from kvferry.store.tier import (
 
 __all__ = ["RemoteTier"]
 
-_READ_COUNTERS: Final = {
-    ReadOutcome.HIT: "hits",
-    ReadOutcome.MISS: "misses",
-    ReadOutcome.CORRUPT: "corrupt_reads",
-    ReadOutcome.FAILED: "failed_reads",
-}
-_WRITE_COUNTERS: Final = {
-    WriteOutcome.STORED: "stored",
-    WriteOutcome.PRESENT: "present",
-    WriteOutcome.REFUSED: "refused",
-    WriteOutcome.FAILED: "failed_writes",
-}
-_COUNTERS: Final = (*_READ_COUNTERS.values(), *_WRITE_COUNTERS.values(), "evicted", "failed_lookups")
+_COUNTERS: Final = (*READ_COUNTERS.values(), *WRITE_COUNTERS.values(), "evicted", "failed_lookups")
 
 
 class RemoteTier(Tier):
@@ -125,8 +114,7 @@ class RemoteTier(Tier):
     ) -> list[ReadResult]:
         """See :class:`~kvferry.store.tier.Tier`."""
         home = self._home(namespace)
-        for block in blocks:
-            _require_block(block.key, block.into, home, writable=True)
+        require_reads(blocks, home.template.data_nbytes)
         if (why := self._why_not(deadline)) is not None:
             return [ReadResult(ReadOutcome.FAILED, why)] * len(blocks)
         found = read_blocks(self.backend, home, self.codec, blocks, deadline)
@@ -144,7 +132,7 @@ class RemoteTier(Tier):
         if found.broken:
             broken = [self._index.forget(held.name) or held for held in found.broken]
             remove_blocks(self.backend, self.names, broken, deadline)
-        self._count(Counter(_READ_COUNTERS[result.outcome] for result in found.results))
+        self._count(Counter(READ_COUNTERS[result.outcome] for result in found.results))
         return found.results
 
     def write(
@@ -152,14 +140,11 @@ class RemoteTier(Tier):
     ) -> list[WriteResult]:
         """See :class:`~kvferry.store.tier.Tier`."""
         home = self._home(namespace)
-        for block in blocks:
-            _require_block(block.key, block.data, home)
-            if block.parent is not None and len(block.parent) != KEY_NBYTES:
-                raise ConfigError(f"a parent has {len(block.parent)} bytes, a key has {KEY_NBYTES}")
+        require_writes(blocks, home.template.data_nbytes)
         if (why := self._why_not(deadline)) is not None:
             return [WriteResult(WriteOutcome.FAILED, why)] * len(blocks)
         results = self._writer.write(home, blocks, deadline)
-        self._count(Counter(_WRITE_COUNTERS[result.outcome] for result in results))
+        self._count(Counter(WRITE_COUNTERS[result.outcome] for result in results))
         return results
 
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
@@ -241,15 +226,3 @@ class RemoteTier(Tier):
                 f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
             )
         return home
-
-
-def _require_block(key: BlockKey, data: memoryview, home: Home, *, writable: bool = False) -> None:
-    if len(key) != KEY_NBYTES:
-        raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
-    if data.nbytes != home.template.data_nbytes or data.ndim != 1 or data.itemsize != 1:
-        raise ConfigError(
-            f"a buffer of {data.nbytes} bytes, format {data.format!r}; a block of this namespace is a flat "
-            f"view of {home.template.data_nbytes} bytes"
-        )
-    if writable and data.readonly:
-        raise ConfigError("the buffer to read into is read-only")

@@ -11,9 +11,10 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvferry.core.clock import is_past
 from kvferry.core.errors import CapacityError, ConfigError, KVFerryError, TierError, UnavailableError
-from kvferry.core.keys import KEY_NBYTES, BlockKey
+from kvferry.core.keys import BlockKey
 from kvferry.core.tenants import check_tenant
 from kvferry.core.tier_plugins import TierOption
+from kvferry.store.batch_checks import require_reads, require_writes
 from kvferry.store.disk.problems import Problems
 from kvferry.store.remote.options import describe_options, option_names, read_options
 from kvferry.store.remote.peer.asked import AskedPeer, PeerMaker
@@ -158,8 +159,7 @@ class PeerTier(Tier):
     ) -> list[ReadResult]:
         """See :class:`~kvferry.store.tier.Tier`."""
         self._require_known(namespace)
-        for block in blocks:
-            _require_block(block.key, block.into, namespace, writable=True)
+        require_reads(blocks, namespace.spec.block_nbytes)
         if (why := self._why_not(deadline)) is not None:
             return [ReadResult(ReadOutcome.FAILED, why)] * len(blocks)
 
@@ -194,10 +194,7 @@ class PeerTier(Tier):
     ) -> list[WriteResult]:
         """See :class:`~kvferry.store.tier.Tier`."""
         self._require_known(namespace)
-        for block in blocks:
-            _require_block(block.key, block.data, namespace)
-            if block.parent is not None and len(block.parent) != KEY_NBYTES:
-                raise ConfigError(f"a parent has {len(block.parent)} bytes, a key has {KEY_NBYTES}")
+        require_writes(blocks, namespace.spec.block_nbytes)
         if (why := self._why_not(deadline)) is not None:
             return [WriteResult(WriteOutcome.FAILED, why)] * len(blocks)
         unique = list({block.key: block for block in reversed(blocks)}.values())[::-1]
@@ -407,18 +404,3 @@ def _compared(block: BlockRead, result: ReadResult) -> ReadResult:
     if result.outcome is not ReadOutcome.HIT or block.parent in (UNKNOWN_PARENT, result.parent):
         return result
     return ReadResult(_CORRUPT, "stored with another parent than asked for")
-
-
-def _require_block(
-    key: BlockKey, data: memoryview, namespace: TierNamespace, *, writable: bool = False
-) -> None:
-    if len(key) != KEY_NBYTES:
-        raise ConfigError(f"key {bytes(key)[:8].hex()}… has {len(key)} bytes, a key has {KEY_NBYTES}")
-    nbytes = namespace.spec.block_nbytes
-    if data.nbytes != nbytes or data.ndim != 1 or data.itemsize != 1:
-        raise ConfigError(
-            f"a buffer of {data.nbytes} bytes, format {data.format!r}; a block of this namespace is a flat "
-            f"view of {nbytes} bytes"
-        )
-    if writable and data.readonly:
-        raise ConfigError("the buffer to read into is read-only")
