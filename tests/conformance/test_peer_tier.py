@@ -17,7 +17,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.store.remote.peer import AskedPeer, PeerOptions, PeerTier
 from kvferry.store.tier import Tier, TierNamespace
-from kvferry.testing.blocks import wait_until
+from kvferry.testing.blocks import stop_process, wait_until
 from kvferry.testing.tiers import TierSuite
 from kvferry.testing.tiers_common import SPEC, Fault, opened, read
 
@@ -89,7 +89,7 @@ class TestPeers(TierSuite):
 
     @contextmanager
     def hanging(self, tier: Tier) -> Iterator[None]:
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ import pytest
 
 from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.errors import TransferTimeoutError, TransportError
+from kvferry.testing.blocks import stop_process
 from kvferry.transports.mooncake import MooncakeRegions, shared_memory, unavailable
 from kvferry.transports.mooncake.engine import DONE, FAILED
 from kvferry.transports.mooncake.grants import WindowGrant
@@ -141,12 +142,6 @@ def test_raw_requests_with_the_address_of_a_closed_window(regions: MooncakeRegio
 # ---- peers that hang or end -------------------------------------------------------------------------
 
 
-def _stop(child: subprocess.Popen[str]) -> None:
-    child.send_signal(signal.SIGSTOP)
-    _, status = os.waitpid(child.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
-
-
 @pytest.mark.parametrize("met", [True, False])
 def test_peer_that_is_stopped(regions: MooncakeRegions, *, met: bool) -> None:
     """Every call returns in time, others are not held up, and all is right once the peer goes on."""
@@ -155,7 +150,7 @@ def test_peer_that_is_stopped(regions: MooncakeRegions, *, met: bool) -> None:
     with owner() as (child, grant), owner() as (_, other):
         if met:
             regions.write(grant, [RegionPart(source[:10], 0)]).wait(deadline_in(20))
-        _stop(child)
+        stop_process(child.pid)
         started = time.monotonic()
         transfer = regions.write(grant, [RegionPart(source, 0)])
         with pytest.raises(TransferTimeoutError):
@@ -191,7 +186,7 @@ def test_endpoint_closed_while_its_peer_hangs(
     source = shared_memory(64 << 20)
     with owner() as (child, grant):
         regions.write(grant, [RegionPart(source[:10], 0)]).wait(deadline_in(20))
-        _stop(child)
+        stop_process(child.pid)
         transfer = regions.write(grant, [RegionPart(source, 0)])
         started = time.monotonic()
         regions.close()

@@ -18,6 +18,7 @@ from kvferry.core.clock import time_left
 from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import MemoryStore
 from kvferry.streaming import LayerSender
+from kvferry.testing.blocks import stop_process
 from kvferry.testing.prompt_kv import PromptKV, kv_spec
 from kvferry.testing.streams import DecodeEnd
 from kvferry.wire import SharedArena
@@ -120,7 +121,7 @@ def test_stopped_in_the_middle_of_a_slot(end: DecodeEnd, store: MemoryStore) -> 
     """Neither time nor the end of the stream frees what a stopped process may still write."""
     with _writing_child(end) as child:
         receiver = end.receiver(deadline_in(10))
-        os.kill(child.pid, signal.SIGSTOP)
+        stop_process(child.pid)
         started = time.monotonic()
         receiver.close()
         assert time.monotonic() - started < 10

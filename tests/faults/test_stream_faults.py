@@ -24,6 +24,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.memory import MemoryStore
 from kvferry.streaming import LayerSender
+from kvferry.testing.blocks import stop_process
 from kvferry.testing.prompt_kv import PromptKV, kv_spec
 from kvferry.testing.streams import DecodeEnd
 from kvferry.transports.base import Connection
@@ -137,7 +138,7 @@ def test_the_sender_is_stopped(store: MemoryStore) -> None:
             child.stdout.readline()
             receiver = end.receiver(deadline_in(10))
             receiver.wait_layer(2, deadline_in(10))
-            os.kill(child.pid, signal.SIGSTOP)
+            stop_process(child.pid)
             with pytest.raises(TransferTimeoutError, match="3 of 8 layers complete"):
                 receiver.wait(deadline_in(15))
         _nothing_left(end, store, kv)
@@ -175,7 +176,7 @@ def test_the_receiver_is_stopped() -> None:
         channel = Channel.connect(address, ChannelOptions(role="prefill", session="p"), deadline_in(10))
         sender = LayerSender(channel, SPEC)
         sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(1.0))
-        os.kill(child.pid, signal.SIGSTOP)
+        stop_process(child.pid)
         for layer in range(8):
             sender.put_layer(layer, kv.put(layer))
         with pytest.raises(TransferTimeoutError):

@@ -18,6 +18,7 @@ from kvferry.core.clock import time_left
 from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import MemoryStore
 from kvferry.streaming import LayerReceiver
+from kvferry.testing.blocks import stop_process
 from kvferry.testing.prompt_kv import PromptKV, kv_spec
 from kvferry.testing.streams import DecodeEnd
 from kvferry.transports.mooncake import MooncakeRegions, unavailable
@@ -123,7 +124,7 @@ def test_given_up_by_decode_while_it_writes(
     """No word of the sender is needed, and what it still sends meets nothing."""
     with writing_child(end) as (child, receiver):
         if stopped:
-            child.send_signal(signal.SIGSTOP)
+            stop_process(child.pid)
         started = time.monotonic()
         receiver.close()
         assert time.monotonic() - started < 5

@@ -17,6 +17,7 @@ from types import TracebackType
 from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.errors import KVFerryError, PluginUnavailableError
 from kvferry.store.remote.redis.resp import Reply, ReplyReader, command
+from kvferry.testing.blocks import stop_process
 from kvferry.transports import connect
 
 __all__ = ["RedisServer", "free_ports", "redis_cluster", "server_binary"]
@@ -136,7 +137,7 @@ class RedisServer:
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
         """While open the process is stopped: it accepts what the kernel accepts, and answers nothing."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+        stop_process(self.process.pid)
         try:
             yield
         finally:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from typing import Final
@@ -13,6 +11,7 @@ from typing import Final
 import pytest
 
 from kvferry.core.errors import ConnectionClosedError
+from kvferry.testing.blocks import stop_process
 from kvferry.testing.transports_common import Ends, TransportFixtures, blocking_buffer
 from kvferry.transports.base import Connection, Listener
 
@@ -126,7 +125,7 @@ class TransportProcesses(TransportFixtures):
         """Half open: the peer's machine still acknowledges, but nobody reads or answers."""
         with self.listening() as listener, self._connected_to_child(listener) as (child, connection):
             self.receive(connection, 60)
-            os.kill(child.pid, signal.SIGSTOP)
+            stop_process(child.pid)
             self.assert_in_time(lambda deadline: connection.recv_into([memoryview(bytearray(1))], deadline))
             self.assert_in_time(lambda deadline: connection.send([blocking_buffer()], deadline))
             connection.abort()
