@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvferry.core.keys import BlockKey
-from kvferry.store.disk.pool import Batch
 from kvferry.store.disk.reads import LATE
 from kvferry.store.disk.state import Home
+from kvferry.store.io_pool import Batch
 from kvferry.store.tier import BlockWrite
 
 __all__ = [

@@ -30,9 +30,9 @@ from kvferry.store.disk.header import BlockHeader, readable
 from kvferry.store.disk.lock import has_lock_file, lock_owner
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.places import open_directory
-from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.scan import FoundBlock, Scan, scan_directory
+from kvferry.store.problems import Problems
 
 __all__ = [
     "Finding",

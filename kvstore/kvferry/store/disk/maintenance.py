@@ -18,9 +18,9 @@ from kvferry.store.disk.files import is_gone, open_quietly, read_parts, reason_o
 from kvferry.store.disk.header import parse_header, readable
 from kvferry.store.disk.identity import require_identity
 from kvferry.store.disk.index import DiskEntry, NamespaceIndex
-from kvferry.store.disk.pool import IoPool
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.state import DiskState
+from kvferry.store.io_pool import IoPool
 
 __all__ = ["Maintenance"]
 

@@ -13,7 +13,7 @@ from kvferry.store.disk import names
 from kvferry.store.disk.files import Files, is_gone, reason_of
 from kvferry.store.disk.folders import OpenFolder, disk_nbytes
 from kvferry.store.disk.leftovers import Leftovers
-from kvferry.store.disk.problems import Problems
+from kvferry.store.problems import Problems
 
 __all__ = ["Quarantine"]
 

@@ -30,9 +30,9 @@ from kvferry.store.disk.obstacles import Obstacles
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.places import make_directory, open_directory, require_outside
 from kvferry.store.disk.probe import probe_direct, probe_writes
-from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.quarantine import Quarantine
 from kvferry.store.disk.scan import Scan, scan_directory
+from kvferry.store.problems import Problems
 
 __all__ = ["Root", "RootDownError"]
 

@@ -15,11 +15,11 @@ from kvferry.store.disk.header import HeaderTemplate
 from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
 from kvferry.store.disk.obstacles import IN_THE_WAY
 from kvferry.store.disk.options import DiskOptions
-from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.runs import file_runs
 from kvferry.store.disk.templates import Templates
 from kvferry.store.encoding import TierCodec
+from kvferry.store.problems import Problems
 from kvferry.store.tier import TierNamespace
 
 __all__ = ["DiskState", "Home"]

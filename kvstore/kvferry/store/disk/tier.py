@@ -29,16 +29,16 @@ from kvferry.store.disk.maintenance import Maintenance
 from kvferry.store.disk.names import tenant_folder
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.places import require_apart
-from kvferry.store.disk.pool import IoPool
 from kvferry.store.disk.probe import PROBE_NBYTES
-from kvferry.store.disk.problems import Problems
 from kvferry.store.disk.reads import read_blocks
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.scan import FoundBlock
 from kvferry.store.disk.state import DiskState, Home
 from kvferry.store.disk.writes import Writes, least_room
 from kvferry.store.encoding import CODEC_OPTIONS, TierCodec
+from kvferry.store.io_pool import IoPool
 from kvferry.store.policies import eviction_policy
+from kvferry.store.problems import Problems
 from kvferry.store.tier import (
     UNKNOWN_PARENT,
     BlockRead,

@@ -7,24 +7,33 @@ block. Parts carry the number of their write in their names, so two writers of o
 
 from __future__ import annotations
 
+import logging
 import threading
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, TierError
 from kvferry.core.keys import BlockKey
 from kvferry.core.tenants import check_tenant
+from kvferry.core.tier_plugins import TierOption
 from kvferry.store.batch_checks import READ_COUNTERS, WRITE_COUNTERS, require_reads, require_writes
-from kvferry.store.disk.problems import Problems
-from kvferry.store.encoding import TierCodec
+from kvferry.store.encoding import CODEC_OPTIONS, TierCodec
+from kvferry.store.problems import Problems
 from kvferry.store.remote.backend import Backend, Done
 from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import Held, RemoteIndex
 from kvferry.store.remote.listing import Finder, entries_of
 from kvferry.store.remote.names import Names
-from kvferry.store.remote.options import RemoteOptions
+from kvferry.store.remote.options import (
+    RemoteOptions,
+    describe_options,
+    option_names,
+    read_options,
+    read_secret,
+)
 from kvferry.store.remote.reading import read_blocks
 from kvferry.store.remote.removal import remove_blocks
 from kvferry.store.remote.writing import BlockWriter
@@ -43,10 +52,12 @@ from kvferry.store.tier import (
 
 __all__ = ["RemoteTier"]
 
+OptionsT = TypeVar("OptionsT", bound=RemoteOptions)
+_log = logging.getLogger(__name__)
 _COUNTERS: Final = (*READ_COUNTERS.values(), *WRITE_COUNTERS.values(), "evicted", "failed_lookups")
 
 
-class RemoteTier(Tier):
+class RemoteTier(Tier, Generic[OptionsT]):
     """Keeps blocks in a remote store. See :class:`~kvferry.store.tier.Tier` for the contract of every verb.
 
     Others may use the same store: what it holds is asked each time (``indexed`` is ``False``), and the
@@ -54,40 +65,64 @@ class RemoteTier(Tier):
 
     Args:
         name: Name of the tier.
-        options: See :class:`~kvferry.store.remote.options.RemoteOptions`.
-        backend: Where the values go; closed by :meth:`close`.
-        names: What they are called.
-        problems: Where the backend tells of its problems.
+        options: Of the subclass's :attr:`options_class`.
         codec: Encodes blocks on their way there; ``None``: they are stored as they are.
+
+    Attributes:
+        options_class: What its table in the configuration becomes.
+        separator: Between the fields of a stored name.
+        tag: Whether a name has its key in braces; see :class:`~kvferry.store.remote.names.Names`.
+
+    Raises:
+        ConfigError: If a file of a secret cannot be read, or the options cannot be used.
     """
 
     persistent = True
     indexed = False
+    options_class: ClassVar[type[RemoteOptions]]
+    separator: ClassVar[str] = "/"
+    tag: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        name: str,
-        options: RemoteOptions,
-        backend: Backend,
-        names: Names,
-        problems: Problems,
-        codec: TierCodec | None = None,
-    ) -> None:
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.option_names = (*option_names(cls.options_class), *CODEC_OPTIONS)
+
+    def __init__(self, name: str, options: OptionsT, codec: TierCodec | None = None) -> None:
         self.name = name
         self.codec = TierCodec() if codec is None else codec
-        self.codec.announce(name)
         self.takes_lossy = self.codec.accepts_lossy
-        self.backend = backend
-        self.names = names
-        self._options = options
-        self._problems = problems
+        secret = read_secret(options.secret_file, f"tier {name}: secret_file")
+        self.names = Names(options.prefix, secret, separator=self.separator, tag=self.tag)
+        self.options = options
+        self._problems = Problems(name, _log)
+        self.backend = self.make_backend(options, self._problems)
+        self.codec.announce(name)
         self._index = RemoteIndex(options.capacity_nbytes)
-        self._writer = BlockWriter(backend, self._index, options.part_nbytes, self.codec)
+        self._writer = BlockWriter(self.backend, self._index, options.part_nbytes, self.codec)
         self._homes: dict[TierNamespace, Home] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = threading.Lock()
         self._closed = False
-        self._finder = Finder(name, names, backend, self._index) if options.capacity_nbytes else None
+        self._finder = (
+            Finder(name, self.names, self.backend, self._index) if options.capacity_nbytes else None
+        )
+
+    @abstractmethod
+    def make_backend(self, options: OptionsT, problems: Problems) -> Backend:
+        """Where the values go, closed by :meth:`close`; it tells of its problems at ``problems``."""
+
+    @classmethod
+    def from_options(cls, name: str, options: Mapping[str, object]) -> RemoteTier[OptionsT]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        codec, rest = TierCodec.from_options(f"tier {name}", options)
+        found: Any = read_options(cls.options_class, f"tier {name}", rest)
+        return cls(name, cast("OptionsT", found), codec)
+
+    @classmethod
+    def describe_options(cls, name: str, options: Mapping[str, object]) -> list[TierOption]:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        codec, rest = TierCodec.from_options(f"tier {name}", options)
+        return [*describe_options(cls.options_class, f"tier {name}", rest), *codec.describe(options)]
 
     # -- the verbs -------------------------------------------------------------------------------------
 
@@ -184,7 +219,7 @@ class RemoteTier(Tier):
         return TierUsage(
             entries=entries,
             used_nbytes=used,
-            capacity_nbytes=self._options.capacity_nbytes,
+            capacity_nbytes=self.options.capacity_nbytes,
             healthy=not problems,
             counters={**counters, **self.codec.counters()},
             status={**self.backend.status(), **self.codec.status(), **problems},

@@ -15,7 +15,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.core.tenants import check_tenant
 from kvferry.core.tier_plugins import TierOption
 from kvferry.store.batch_checks import require_reads, require_writes
-from kvferry.store.disk.problems import Problems
+from kvferry.store.problems import Problems
 from kvferry.store.remote.options import describe_options, option_names, read_options
 from kvferry.store.remote.peer.asked import AskedPeer, PeerMaker
 from kvferry.store.remote.peer.options import PeerOptions, peer_id

@@ -14,8 +14,8 @@ from kvferry.core.address import Address
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import KVFerryError, TierError
 from kvferry.core.units import format_nbytes
-from kvferry.store.disk.pool import IoPool
-from kvferry.store.disk.problems import Problems
+from kvferry.store.io_pool import IoPool
+from kvferry.store.problems import Problems
 from kvferry.store.remote.backend import Answer, Backend, Done, Get, Listed, Put
 from kvferry.store.remote.payload import Received
 from kvferry.store.remote.redis.cluster import Servers

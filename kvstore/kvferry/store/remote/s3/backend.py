@@ -19,8 +19,8 @@ from kvferry.core.buffers import copy_into
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, TierError
 from kvferry.store.breaker import Breaker
-from kvferry.store.disk.pool import IoPool
-from kvferry.store.disk.problems import Problems
+from kvferry.store.io_pool import IoPool
+from kvferry.store.problems import Problems
 from kvferry.store.remote.backend import Answer, Backend, Done, Get, Listed, Put
 from kvferry.store.remote.payload import Received
 from kvferry.store.remote.s3.options import S3Options

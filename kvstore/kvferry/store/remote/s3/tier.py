@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-
-from kvferry.core.tier_plugins import TierOption
-from kvferry.store.disk.problems import Problems
-from kvferry.store.encoding import CODEC_OPTIONS, TierCodec
-from kvferry.store.remote.names import Names
-from kvferry.store.remote.options import describe_options, option_names, read_options, read_secret
+from kvferry.store.problems import Problems
 from kvferry.store.remote.s3.backend import S3Backend
 from kvferry.store.remote.s3.options import S3Options
 from kvferry.store.remote.tier import RemoteTier
 
 __all__ = ["S3Tier"]
 
-_log = logging.getLogger(__name__)
 
-
-class S3Tier(RemoteTier):
+class S3Tier(RemoteTier[S3Options]):
     """Keeps blocks in a bucket, an object each. Nothing is asked of the store before the first use.
 
-    Args:
-        name: Name of the tier.
-        options: See :class:`~kvferry.store.remote.s3.options.S3Options`.
-        codec: Encodes blocks on their way there; ``None``: they are stored as they are.
-
-    Raises:
-        ConfigError: If a file of a secret cannot be read.
+    See :class:`~kvferry.store.remote.tier.RemoteTier` for arguments and errors.
     """
 
-    option_names = (*option_names(S3Options), *CODEC_OPTIONS)
+    options_class = S3Options
 
-    def __init__(self, name: str, options: S3Options, codec: TierCodec | None = None) -> None:
-        secret = read_secret(options.secret_file, f"tier {name}: secret_file")
-        self.options = options
-        problems = Problems(name, _log)
-        names = Names(options.prefix, secret, separator="/", tag=False)
-        super().__init__(name, options, S3Backend(name, options, problems), names, problems, codec)
-
-    @classmethod
-    def from_options(cls, name: str, options: Mapping[str, object]) -> S3Tier:
-        """See :class:`~kvferry.store.tier.Tier`."""
-        codec, rest = TierCodec.from_options(f"tier {name}", options)
-        return cls(name, read_options(S3Options, f"tier {name}", rest), codec)
-
-    @classmethod
-    def describe_options(cls, name: str, options: Mapping[str, object]) -> list[TierOption]:
-        """See :class:`~kvferry.store.tier.Tier`."""
-        codec, rest = TierCodec.from_options(f"tier {name}", options)
-        return [*describe_options(S3Options, f"tier {name}", rest), *codec.describe(options)]
+    def make_backend(self, options: S3Options, problems: Problems) -> S3Backend:
+        """See :class:`~kvferry.store.remote.tier.RemoteTier`."""
+        return S3Backend(self.name, options, problems)

@@ -59,7 +59,7 @@ class Batch(Generic[T]):
         try:
             result = self._work(index)
         except Exception:  # noqa: BLE001  thread root: the item has no result, its caller makes that a failure
-            _log.exception("an item of a disk batch failed unexpectedly")
+            _log.exception("an item of a batch failed unexpectedly")
         finally:
             with self._lock:
                 self._results[index] = result

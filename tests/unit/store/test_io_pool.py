@@ -4,7 +4,7 @@ import threading
 import time
 
 from kvferry.core.clock import deadline_in
-from kvferry.store.disk.pool import IoPool
+from kvferry.store.io_pool import IoPool
 
 
 def test_items_run_side_by_side_and_results_keep_their_order() -> None:
