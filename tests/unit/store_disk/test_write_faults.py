@@ -33,7 +33,7 @@ def test_writes_of_a_read_only_directory_stop_and_reads_go_on(
     """After the first failure no more is tried, but by the tier itself, until it finds that writes work."""
     caplog.set_level(logging.INFO, LOGGER)
     files = FaultyFiles()
-    tier = make_tier(files)
+    tier = make_tier(files, retry_s=1.0)  # the tier's own attempts keep a pause of twice that from ending
     namespace = opened(tier, SPEC)
     keys = chain(namespace, 1, 4)
     write(tier, namespace, keys)
