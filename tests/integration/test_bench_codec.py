@@ -40,7 +40,7 @@ def test_one_line_a_result(text: str) -> None:
     assert sum(map(len, by_codec.values())) == len(lines)
     for codec, own in by_codec.items():
         found = {line["scenario"].rpartition(".")[2]: line for line in own}
-        assert set(found) == {"ratio", "encode", "decode"} | QUALITY
+        assert set(found) == {"ratio", "encode", "decode", "memcpy_threads"} | QUALITY
         assert {line["scenario"].split(".")[0] for line in own} == {"codec"}
         for direction in ("encode", "decode"):
             line = found[direction]

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from kvferry.bench.results import Sample
+from kvferry.bench.side_by_side import SideBySide
 from kvferry.core.buffers import ByteArray, page_aligned
 from kvferry.core.errors import ConnectionClosedError
 
@@ -55,8 +55,7 @@ class MemcpyCold:
         self, piece_nbytes: int, pieces: int, *, walk_nbytes: int = COLD_NBYTES, threads: int = 1
     ) -> None:
         self._pieces = pieces
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._threads = SideBySide(threads)
         self._src = ColdWalk(piece_nbytes, walk_nbytes)
         self._dst = ColdWalk(piece_nbytes, walk_nbytes, fill=0)
         self._nbytes = piece_nbytes * pieces
@@ -67,17 +66,12 @@ class MemcpyCold:
             (np.frombuffer(self._dst.take(), np.uint8), np.frombuffer(self._src.take(), np.uint8))
             for _ in range(self._pieces)
         ]
-        start = time.perf_counter()
-        if self._pool is None:
-            _copy(pairs)
-        else:
-            list(self._pool.map(_copy, [pairs[t :: self._threads] for t in range(self._threads)]))
-        return Sample(time.perf_counter() - start, self._nbytes)
+        count = self._threads.threads
+        return Sample(self._threads.run(_copy, [pairs[t::count] for t in range(count)]), self._nbytes)
 
     def close(self) -> None:
         """End its threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._threads.close()
 
 
 def _copy(pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:

@@ -89,6 +89,7 @@ GROUPS: dict[str, Group] = {
             "codec.<id>.ratio",
             "codec.<id>.encode",
             "codec.<id>.decode",
+            "codec.<id>.memcpy_threads",
             "codec.<id>.<quality>",
             "codec.adaptive",
         ),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -13,12 +11,15 @@ from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.bench.scenarios.codec import CodecOptions, short_name
 from kvferry.bench.scenarios.codec_kv import ModelKV
+from kvferry.bench.side_by_side import SideBySide
 from kvferry.codecs import CodecPipeline, decode_frame, decode_many
 from kvferry.core.errors import CorruptBlockError
 
 __all__ = ["run_speed"]
 
-_RUN_NBYTES = 32 << 20
+_RUN_NBYTES = (
+    96 << 20
+)  # some 10 ms a thread and more, so that the start of threads and a lost turn count little
 _CALL = 16  # slices, as a tier and a link hand over some at once
 
 
@@ -33,9 +34,10 @@ class _Walk:
     """
 
     def __init__(self, pipeline: CodecPipeline, kv: ModelKV, options: CodecOptions, threads: int) -> None:
-        self._pipeline, self._layer, self._threads = pipeline, kv.layer, threads
+        self._pipeline, self._layer, self._threads = pipeline, kv.layer, SideBySide(threads)
         slices = np.concatenate([text.slices.reshape(-1, kv.layer.nbytes) for text in kv.texts])
-        self.pieces = max(threads, _RUN_NBYTES // kv.layer.nbytes)
+        run_nbytes = min(_RUN_NBYTES, options.walk_nbytes * 3 // 8)
+        self.pieces = max(threads, run_nbytes // kv.layer.nbytes)
         self._count = max(2 * self.pieces, -(-options.walk_nbytes // kv.layer.nbytes))
         room = -(-pipeline.max_encoded_nbytes(kv.layer) // 64) * 64
         walked = self._count * kv.layer.nbytes
@@ -44,7 +46,6 @@ class _Walk:
         self._dst = ColdWalk(kv.layer.nbytes, walked, fill=0)
         self._sizes = [0] * self._count
         self._next = 0
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
         for number, piece in enumerate(self._src):
             piece[:] = slices[number % len(slices)].data
         self._encode(range(self._count))
@@ -86,13 +87,8 @@ class _Walk:
         return Sample(seconds, self.pieces * self._layer.nbytes)
 
     def _timed(self, one: Callable[[range], None], start: int) -> float:
-        parts = [range(start + t, start + self.pieces, self._threads) for t in range(self._threads)]
-        begun = time.perf_counter()
-        if self._pool is None:
-            one(parts[0])
-        else:
-            list(self._pool.map(one, parts))
-        return time.perf_counter() - begun
+        count = self._threads.threads
+        return self._threads.run(one, [range(start + t, start + self.pieces, count) for t in range(count)])
 
     def _verify(self, decoded: Mapping[int, memoryview]) -> None:
         """A lossless pipeline gives the bytes back; a lossy one what a second decoding gives."""
@@ -107,8 +103,7 @@ class _Walk:
 
     def close(self) -> None:
         """End its threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._threads.close()
 
 
 def run_speed(kv: ModelKV, options: CodecOptions, progress: Progress) -> Iterator[Result]:
@@ -144,6 +139,11 @@ def _measure(
     name = short_name(text)
     yield summarise(f"codec.{name}.ratio", params, "x smaller", {"subject": [own.ratio]})
     speeds = {key: [s.gb_per_s for s in samples] for key, samples in rounds.items()}
+    params["cold"] = options.walk_nbytes >= COLD_NBYTES
+    if options.threads > 1:
+        # what memory allows: threads that move as many bytes as these scale no further
+        memory = {"subject": speeds["memcpy_threads"], "memcpy_cold": speeds["memcpy_cold"]}
+        yield summarise(f"codec.{name}.memcpy_threads", params, "GB/s", memory)
     for direction in ("encode", "decode"):
         values = {"subject": speeds[f"{direction}_threads{options.threads}"]}
         values["memcpy_cold"] = speeds["memcpy_cold"]
@@ -152,7 +152,7 @@ def _measure(
             values["memcpy_threads"] = speeds["memcpy_threads"]
         yield summarise(
             f"codec.{name}.{direction}",
-            {**params, "cold": options.walk_nbytes >= COLD_NBYTES},
+            params,
             "GB/s",
             values,
             samples=rounds[f"{direction}_threads{options.threads}"],
