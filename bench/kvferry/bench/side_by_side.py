@@ -19,8 +19,8 @@ class SideBySide:
     """Threads that each have a CPU of their own, as far as there are enough.
 
     Left to itself the kernel may keep threads that work for some milliseconds on the CPU that woke them, one
-    behind the other, and move one of them only later; what is measured then is that, not the work. The caller's
-    own thread stays free to run anywhere. Not thread safe.
+    behind the other, and move one of them only later; what is measured then is that, not the work. The thread
+    of the caller stays free to run anywhere. Not thread safe.
 
     Args:
         threads: How many; with one the caller does the work.
