@@ -18,7 +18,7 @@ from typing import Final, cast
 
 from typing_extensions import Buffer
 
-from kvferry.core.buffers import Buf, total_nbytes
+from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
 from kvferry.core.errors import ConnectionClosedError, KVFerryError
 from kvferry.transports.sockets import SocketConnection
 from kvferry.transports.streams import StreamConnection
@@ -27,9 +27,11 @@ from kvferry.transports.tls_context import TlsSession, stream_error
 __all__ = ["TlsConnection"]
 
 _RECORD_NBYTES: Final = 16 << 10  # what one record holds at most
-_BATCH_NBYTES: Final = 64 << 10
+_BATCH_RECORDS: Final = 4
+_ALONE_NBYTES: Final = 8 << 10  # from here on a part has records of its own: copying it costs more
 _SCRATCH_NBYTES: Final = 256 << 10
 _LAST_WORDS_S: Final = 0.25
+_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 _NOW: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -60,34 +62,45 @@ class TlsConnection(SocketConnection):
         self._receiving = threading.Lock()  # and are taken in the order in which they came
         self._read = cast("Callable[[int, memoryview], int]", session.tls.read)
         self._scratch = memoryview(bytearray(_SCRATCH_NBYTES))
+        self._scratches = [self._scratch]
         self._held = memoryview(b"")  # decrypted by wait_readable
+        self._unread = True  # whether the session may hold bytes that were not taken
         self._over = ""  # why nothing more can come
 
     # -- sending ---------------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`."""
-        StreamConnection.send(self, parts, deadline)
+        if self._pacer is not None:
+            StreamConnection.send(self, parts, deadline)
+            return
+        views = [view for part in parts if len(view := as_bytes_view(part))]
+        self._guard.enter(self._name)
+        try:
+            self._send_all(views, deadline)
+        finally:
+            self._guard.leave()
 
     def _send_all(self, views: list[memoryview], deadline: float, *, waits: bool = False) -> bool:
         if time.monotonic() >= deadline:
             raise self._timed_out("sending")
         with self._sending:
-            for batch in _batches(views):
-                data = self._encrypt(batch)
-                try:
-                    waits = self._send_records(data, deadline) or waits
-                except ConnectionClosedError:
-                    self._raise_refusal()
-                    raise
+            try:
+                for batch in _batches(views):
+                    waits = self._send_records(self._encrypt(batch), deadline) or waits
+            except ConnectionClosedError:
+                self._raise_refusal()
+                raise
         return waits
 
     def _send_records(self, data: bytes, deadline: float) -> bool:
         if self._pacer is not None:  # which has to know whether this waits
             return super()._send_all([memoryview(data)], deadline)
-        self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+        limit, left = self._send_limit, deadline - time.monotonic()
+        if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
+            self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
         try:
-            sent = self._guard.sock.send(data, socket.MSG_NOSIGNAL)
+            sent = self._guard.sock.send(data, _NO_SIGNAL)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -95,14 +108,15 @@ class TlsConnection(SocketConnection):
         return sent < len(data) and super()._send_all([memoryview(data)[sent:]], deadline, waits=True)
 
     def _encrypt(self, records: list[Buffer]) -> bytes:
-        write = self._session.tls.write
+        session = self._session
+        write = session.tls.write
         with self._lock:
             try:
                 for record in records:
                     write(record)  # whole, since it fits into a record and nothing waits
             except ssl.SSLError as error:
                 raise self._end_of_session(error, "sending") from error
-            return self._session.outgoing.read()
+            return session.outgoing.read()
 
     def _raise_refusal(self) -> None:
         """Raise what the peer said before it closed, such as that it wants another certificate."""
@@ -113,6 +127,7 @@ class TlsConnection(SocketConnection):
                 n = self._guard.sock.recv_into(self._scratch, 0, socket.MSG_DONTWAIT)
                 with self._lock:
                     self._session.incoming.write(self._scratch[:n])
+                self._unread = True
             self._look_ahead()
         finally:
             self._receiving.release()
@@ -146,30 +161,28 @@ class TlsConnection(SocketConnection):
 
     def _fill(self, view: memoryview, minimum: int, deadline: float, before: int, total: int) -> int:
         """Take ``minimum`` bytes or more into ``view``; how many."""
-        got = 0
+        got = self._take_held(view) if self._held else 0
         while got < minimum:
-            if n := self._take(view[got:] if got else view, minimum - got):
-                got += n
-            elif self._over or self._guard.closed:
+            if self._unread:
+                got += self._decrypt(view[got:] if got else view, minimum - got)
+                if got >= minimum:
+                    break
+            if self._over or self._guard.closed:
                 why = "was closed here" if self._guard.closed else self._over
                 raise ConnectionClosedError(f"{self._name} {why} after {before + got} of {total} bytes")
-            else:
-                self._pull(deadline, f"receiving, {before + got} of {total} bytes had come")
+            self._pull(deadline, before + got, total)
         return got
 
-    def _take(self, view: memoryview, minimum: int) -> int:
-        """Decrypted bytes that are there; 0 if there are none, which may be the end."""
-        if not self._held:
-            return self._decrypt(view, minimum)
+    def _take_held(self, view: memoryview) -> int:
         n = min(len(view), len(self._held))
         view[:n] = self._held[:n]
         self._held = self._held[n:]
         return n
 
     def _decrypt(self, view: memoryview, minimum: int = 1) -> int:
-        """As :meth:`_take`, from the session alone, and until there are ``minimum`` if they are there."""
-        session, got = self._session, 0
-        if self._over or not (session.incoming.pending or session.tls.pending() or session.incoming.eof):
+        """Bytes out of the session until there are ``minimum``, or no more; 0 may be the end."""
+        tls, incoming, got = self._session.tls, self._session.incoming, 0
+        if self._over:
             return 0
         try:
             with self._lock:
@@ -179,9 +192,12 @@ class TlsConnection(SocketConnection):
                     if n == 0:
                         self._over = "was ended by the peer"
                         break
+                    if not (incoming.pending or tls.pending() or incoming.eof):  # spares an exception
+                        self._unread = False
+                        break
                     view = view[n:]
         except ssl.SSLWantReadError:
-            pass
+            self._unread = False
         except ssl.SSLZeroReturnError:
             self._over = "was ended by the peer"
         except ssl.SSLEOFError:
@@ -190,14 +206,16 @@ class TlsConnection(SocketConnection):
             raise self._end_of_session(error, "receiving") from error
         return got
 
-    def _pull(self, deadline: float, doing: str) -> None:
-        """Take what the peer sent into the session."""
-        n = self._recv_some([self._scratch], deadline, doing, waits=True, all_of_it=False)
+    def _pull(self, deadline: float, got: int, total: int) -> None:
+        """Take what the peer sent into the session, after waiting for it."""
+        doing = f"receiving, {got} of {total} bytes had come"
+        n = self._recv_some(self._scratches, deadline, doing, waits=True, all_of_it=False)
         with self._lock:
             if n == 0:
                 self._session.incoming.write_eof()
             elif n > 0:
                 self._session.incoming.write(self._scratch[:n])
+        self._unread = True
 
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`; a part of a record does not count."""
@@ -211,12 +229,12 @@ class TlsConnection(SocketConnection):
                 if not super().wait_readable(deadline):
                     return False
                 with self._receiving:
-                    self._pull(max(deadline, time.monotonic() + 1.0), "waiting for bytes")
+                    self._pull(max(deadline, time.monotonic() + 1.0), 0, 1)
         finally:
             self._guard.leave()
 
     def _look_ahead(self) -> None:
-        if not (self._held or self._over):
+        if self._unread and not (self._held or self._over):
             room = memoryview(bytearray(_RECORD_NBYTES))
             self._held = room[: self._decrypt(room)]
 
@@ -251,31 +269,39 @@ class TlsConnection(SocketConnection):
 
 
 def _batches(views: list[memoryview]) -> Iterator[list[Buffer]]:
-    """``views`` as lists of records: large ones cut, small ones that follow each other joined."""
+    """``views`` as lists of records: large ones cut, small ones that follow each other joined.
+
+    The first list is one record and each next one twice as long, up to a limit: so the peer wakes, and
+    decrypts what it has, while the rest is being encrypted.
+    """
     if total_nbytes(views) <= _RECORD_NBYTES:
         if views:
             yield [views[0] if len(views) == 1 else b"".join(views)]
         return
     batch: list[Buffer] = []
-    small = bytearray()
-    room = _BATCH_NBYTES
-    for view in views:
-        start = 0
-        while start < len(view):
-            part = view[start : start + _RECORD_NBYTES - len(small)]
-            start += len(part)
-            room -= len(part)
-            if small or len(part) < _RECORD_NBYTES:
-                small += part
-                if len(small) == _RECORD_NBYTES:
-                    batch.append(small)
-                    small = bytearray()
-            else:
-                batch.append(part)
-            if room <= 0 and not small:
-                yield batch
-                batch, room = [], _BATCH_NBYTES
-    if small:
-        batch.append(small)
+    room = most = 1
+    for record in _records(views):
+        batch.append(record)
+        room -= 1
+        if not room:
+            yield batch
+            batch, most = [], min(2 * most, _BATCH_RECORDS)
+            room = most
     if batch:
         yield batch
+
+
+def _records(views: list[memoryview]) -> Iterator[Buffer]:
+    small = bytearray()
+    for view in views:
+        alone = len(view) >= _ALONE_NBYTES
+        if small and (alone or len(small) + len(view) > _RECORD_NBYTES):
+            yield small
+            small = bytearray()
+        if not alone:
+            small += view
+            continue
+        for start in range(0, len(view), _RECORD_NBYTES):
+            yield view[start : start + _RECORD_NBYTES]
+    if small:
+        yield small
