@@ -321,7 +321,9 @@ class Tier(ABC):
     def scan(self) -> Iterator[TierEntry]:
         """Every entry known now: right after the start those found there, later also those written since.
 
-        A snapshot a namespace: entries that come or go meanwhile may be missing or be there.
+        A snapshot a namespace: entries that come or go meanwhile may be missing or be there. One that is on
+        its way out and would be held again if that failed is there: who removes all that is named here must
+        not see it come back.
         """
 
     @abstractmethod

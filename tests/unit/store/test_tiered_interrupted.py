@@ -453,3 +453,25 @@ def test_a_removal_has_one_bound_and_goes_on_in_the_background(everything: bool)
     assert far.held() == set(keys)
     assert not store.levels[1]._masked
     store.close()
+
+
+def test_a_removal_that_is_cut_short_leaves_keys_that_can_be_saved_again(
+    make_store: MakeStore, tmp_path: Path
+) -> None:
+    files = FaultyFiles()
+    options = DiskOptions((str(tmp_path),), 8 << 20, direct="off", read_threads=1, retry_s=0.05)
+    disk = DiskTier("disk", options, files=files)
+    store = make_store(8, (disk, LevelOptions()))
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 0, 4)
+    save_blocks(ns, keys, seconds=30)
+    settle(store)
+    error = TimeoutError("request timed out")
+    with files.stalling("unlink") as begun, pytest.raises(TimeoutError), interrupted(error, begun):
+        ns.remove(keys)  # the first waits, the others are not begun
+    wait_until(lambda: not list(tmp_path.rglob("*.safetensors")))
+    assert not any(ns.lookup(keys).tiers)
+    assert save_blocks(ns, keys, seconds=30) == len(keys)
+    settle(store)
+    assert disk.usage().entries == len(keys)
+    assert disk.usage().healthy

@@ -3,11 +3,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections import deque
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.eviction import LRUPolicy
 from kvferry.core.keys import BlockKey
-from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
+from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
+from kvferry.store.disk.index import DiskIndex
 from kvferry.store.disk.removals import Removals
 
 
@@ -36,6 +38,12 @@ def store(
     entry = DiskEntry(home, key(number), None if parent is None else key(parent), nbytes, root)
     index.end_writes(home, [(key(number), entry)])
     return entry
+
+
+def take(index: DiskIndex, home: NamespaceIndex, wanted: BlockKey) -> DiskEntry | None:
+    taken: deque[DiskEntry] = deque()
+    assert index.take(home, [wanted], taken) == [bool(taken)]
+    return taken[0] if taken else None
 
 
 def test_room_is_taken_or_victims_are_chosen() -> None:
@@ -111,7 +119,7 @@ def test_one_directory_can_be_emptied() -> None:
 def test_a_key_is_written_by_one_and_not_while_its_file_goes() -> None:
     index, home = filled(1)
     assert index.begin_writes(home, [key(0)])[0] is False
-    entry = index.take(home, key(0))
+    entry = take(index, home, key(0))
     assert entry is not None
     going = index.begin_writes(home, [key(0)])[0]
     assert not isinstance(going, bool)
@@ -139,21 +147,50 @@ def test_a_block_that_is_removed_while_its_eviction_fails_does_not_come_back() -
     index, home = filled(1)
     victims = index.evict(10)
     assert victims is not None
-    assert index.take(home, key(0)) is None
+    assert take(index, home, key(0)) is None
     assert not index.put_back(victims[0])
     assert index.contains(home, [key(0)]) == [False]
     assert (index.resisting(), index.used_nbytes) == (victims, 10)
 
 
+def test_who_names_all_entries_names_those_whose_eviction_may_fail() -> None:
+    index, home = filled(3)
+    victims = index.evict(10)
+    assert victims is not None
+    assert {entry.key for entry in index.snapshot(home)} == {key(0), key(1), key(2)}
+    removed = take(index, home, key(1))
+    assert removed is not None
+    assert {entry.key for entry in index.snapshot(home)} == {key(0), key(2)}  # that one never comes back
+    assert index.put_back(victims[0])
+    index.gone(removed, 10)
+    assert {entry.key for entry in index.snapshot(home)} == {key(0), key(2)}
+
+
+def test_a_removal_that_is_given_up_is_done_later() -> None:
+    """Wherever the exception has ended it."""
+    index, home = filled(2)
+    not_begun, begun = home.entries[key(0)], take(index, home, key(1))
+    assert begun is not None
+    for entry in (not_begun, begun):
+        index.abandon(entry)
+    assert index.contains(home, [key(0), key(1)]) == [False, False]
+    assert index.resisting() == [not_begun, begun]
+    for entry in (not_begun, begun):
+        assert index.rediscard(entry)
+        index.cleared(entry, removed=True)
+    assert index.begin_writes(home, [key(0), key(1)]) == [True, True]
+    assert (index.used_nbytes, index.entry_count) == (0, 0)
+
+
 def test_a_file_in_another_directory_is_not_replaced_by_a_new_write() -> None:
     index, home = filled(1)
-    entry = index.take(home, key(0))
+    entry = take(index, home, key(0))
     assert entry is not None
     index.resist(entry)
     store(index, home, 0, root=1)
     assert index.resisting() == [entry]
     assert index.rediscard(entry) is True
-    found = index.take(home, key(0))
+    found = take(index, home, key(0))
     assert found is not None
     index.gone(found, 10)
     assert not isinstance(index.begin_writes(home, [key(0)])[0], bool)  # not while the old file goes
@@ -166,9 +203,9 @@ def test_a_write_cancels_a_removal_that_was_not_carried_out() -> None:
     index, home = filled(0)
     index.drop_root(0)
     for number in range(3):
-        assert index.take(home, key(number)) is None
+        assert take(index, home, key(number)) is None
     store(index, home, 1, root=1)
-    taken = index.take(home, key(2))
+    taken = take(index, home, key(2))
     assert taken is None
     index.drop_root(1)
     loaded = index.load([(home, key(n), 10) for n in range(3)], 0)
@@ -196,7 +233,8 @@ def test_an_entry_takes_little_memory() -> None:
         """
         import os
         from kvferry.core.eviction import LRUPolicy
-        from kvferry.store.disk.index import DiskEntry, DiskIndex
+        from kvferry.store.disk.entries import DiskEntry
+        from kvferry.store.disk.index import DiskIndex
 
         def rss():
             with open("/proc/self/statm") as file:

@@ -11,11 +11,11 @@ from kvferry.core.errors import CorruptBlockError, TierError
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.encoded_header import EncodedFields, encoded_nbytes
+from kvferry.store.disk.entries import DiskEntry
 from kvferry.store.disk.files import Files, read_parts
 from kvferry.store.disk.header import HeaderTemplate, header_length, parse_header
 from kvferry.store.disk.header_fields import ALIGNMENT, ENCODED
 from kvferry.store.disk.identity import require_checksum, require_identity
-from kvferry.store.disk.index import DiskEntry
 from kvferry.store.encoded_block import Encoding, Memory
 from kvferry.store.encoding import LOSSY_REASON, Decoded, TierCodec
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome, WriteResult

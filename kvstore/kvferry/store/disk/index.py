@@ -8,94 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 
-from kvferry.core.chains import ChainIndex
 from kvferry.core.eviction import Entry, EvictionPolicy
 from kvferry.core.keys import BlockKey
+from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
 from kvferry.store.disk.removals import Removals
 from kvferry.store.encoded_block import Encoding
-from kvferry.store.tier import UNKNOWN_PARENT, TierNamespace
+from kvferry.store.tier import UNKNOWN_PARENT
 
-__all__ = ["DiskEntry", "DiskIndex", "NamespaceIndex", "Reservation"]
-
-
-class DiskEntry(Entry):
-    """A block on disk. Compared by identity; the index's lock is held for every change.
-
-    Attributes:
-        parent: ``None`` also while it is not known, that is until ``verified``.
-        position: Its number in the chain; -1 while or if that is not known.
-        root: Number of the directory that it lies in.
-        verified: Whether its header was compared since the start.
-        encoding: How it is encoded, if it is and that is known.
-    """
-
-    __slots__ = ("_nbytes", "encoding", "position", "root", "verified")
-
-    index: NamespaceIndex
-
-    def __init__(
-        self, index: NamespaceIndex, key: BlockKey, parent: BlockKey | None, nbytes: int, root: int,
-        position: int = -1,
-    ) -> None:  # fmt: skip
-        super().__init__(index, key, None if parent == UNKNOWN_PARENT else parent)
-        self._nbytes = nbytes
-        self.position = position
-        self.root = root
-        self.verified = parent != UNKNOWN_PARENT
-        self.encoding: Encoding | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes of the capacity."""
-        return self._nbytes
-
-
-class Reservation:
-    """Room taken for one write, of which parts are spent on what it makes. One thread's own.
-
-    Attributes:
-        left: Bytes not spent yet.
-        spare: A discarded entry whose bytes are in ``left`` and whose file is still there, to be used again.
-        claimed: Bytes of the device's free room that are held for it.
-    """
-
-    __slots__ = ("claimed", "left", "spare")
-
-    def __init__(self, nbytes: int) -> None:
-        self.left = nbytes
-        self.claimed = 0
-        self.spare: DiskEntry | None = None
-
-    def spend(self, nbytes: int) -> None:
-        """So many bytes are on disk now; more than were taken is settled when the rest is given back."""
-        self.left -= nbytes
-
-
-class NamespaceIndex(ChainIndex[DiskEntry]):
-    """The entries of one namespace of one tenant.
-
-    Attributes:
-        tenant: Whose they are.
-        told: The namespace as the store told it; ``None`` for one only found on disk.
-    """
-
-    __slots__ = ("tenant", "told")
-
-    def __init__(self, tenant: str, namespace_id: bytes) -> None:
-        super().__init__(namespace_id, 0)
-        self.tenant = tenant
-        self.told: TierNamespace | None = None
-
-    def link(self, entry: DiskEntry, parent: BlockKey | None) -> None:
-        """Enter the parent of a stored entry, which was not known before."""
-        above = None if parent is None else self.entries.get(parent)
-        entry.parent = parent if above is None else above.key  # one bytes object a key
-        if above is not None:
-            above.children += 1
-        elif parent is not None:
-            self._orphans[parent] = self._orphans.get(parent, 0) + 1
+__all__ = ["DiskIndex"]
 
 
 _Name = tuple[NamespaceIndex, BlockKey]
@@ -125,6 +48,7 @@ class DiskIndex:
         self._policy = policy
         self._namespaces: dict[tuple[str, bytes], NamespaceIndex] = {}
         self._busy: dict[DiskEntry, int] = {}
+        self._going: dict[DiskEntry, bool] = {}  # discarded; whether they may be put back
         self._pins: dict[DiskEntry, float] = {}
         # keys that are being written or removed; with an event once somebody waits for the end of it
         self._writing: dict[_Name, threading.Event | None] = {}
@@ -159,9 +83,13 @@ class DiskIndex:
         return [key in entries for key in keys]
 
     def snapshot(self, home: NamespaceIndex) -> list[DiskEntry]:
-        """The entries of a namespace as they are now."""
+        """The entries of a namespace as they are now, with those whose eviction may still fail.
+
+        Who removes all that is named here has removed these too: see :meth:`put_back`.
+        """
         with self.lock:
-            return list(home.entries.values())
+            evicted = [entry for entry, may_stay in self._going.items() if may_stay and entry.index is home]
+            return [*home.entries.values(), *evicted]
 
     def load(self, found: Iterable[tuple[NamespaceIndex, BlockKey, int]], root: int) -> list[DiskEntry]:
         """Enter all that was found in a directory: namespace, key, bytes; what was used last comes last.
@@ -235,14 +163,25 @@ class DiskIndex:
         with self.lock:
             if not self._holds(entry):
                 return False
-            self._leave(entry)
+            self._leave(entry, evicted=False)
             return True
 
     def resist(self, entry: DiskEntry) -> None:
         """The file of a discarded entry could not be removed: it is tried again, its bytes count."""
         with self.lock:
+            self._going.pop(entry, None)
             self._resist(entry)
             self._ended((entry.index, entry.key))
+
+    def abandon(self, entry: DiskEntry) -> None:
+        """As :meth:`resist`, for one of :meth:`take` that an exception may have ended halfway."""
+        with self.lock:
+            if self._holds(entry):
+                self._leave(entry, evicted=False)
+            if self._going.pop(entry, None) is not None:
+                self._writing.setdefault((entry.index, entry.key))
+                self._resist(entry)
+                self._ended((entry.index, entry.key))
 
     def left_behind(self, entry: DiskEntry) -> None:
         """As :meth:`resist`, for a file that is nobody's: its bytes are counted from now on."""
@@ -294,20 +233,31 @@ class DiskIndex:
         with self.lock:
             self._removals.add_namespace(home)
 
-    def take(self, home: NamespaceIndex, key: BlockKey) -> DiskEntry | None:
-        """As :meth:`discard`, by key; returns the entry. Holds for directories that are down, too."""
+    def take(self, home: NamespaceIndex, keys: Iterable[BlockKey], taken: deque[DiskEntry]) -> list[bool]:
+        """As :meth:`discard`, by key; whether each was held. Holds for directories that are down, too.
+
+        Args:
+            home: Whose they are.
+            keys: Which.
+            taken: Gets the entries, also where an exception ends this call: see :meth:`abandon`.
+        """
+        found: list[bool] = []
         with self.lock:
-            self._removals.add_absent(home, key)
-            entry = home.entries.get(key)
-            if entry is not None:
-                self._leave(entry)
-            elif (home, key) in self._writing:
-                self._unwanted.add((home, key))
-            return entry
+            for key in keys:
+                self._removals.add_absent(home, key)
+                entry = home.entries.get(key)
+                if entry is not None:
+                    taken.append(entry)
+                    self._leave(entry, evicted=False)
+                elif (home, key) in self._writing:
+                    self._unwanted.add((home, key))
+                found.append(entry is not None)
+        return found
 
     def gone(self, entry: DiskEntry, freed: int) -> None:
         """The file of a discarded entry was dealt with, which freed so many bytes."""
         with self.lock:
+            self._going.pop(entry, None)
             self.used_nbytes -= freed
             self._ended((entry.index, entry.key))
 
@@ -317,6 +267,7 @@ class DiskIndex:
         Then it is resisting.
         """
         with self.lock:
+            self._going.pop(entry, None)
             back = (entry.index, entry.key) not in self._unwanted and entry.root not in self._removals.absent
             if back:
                 self._insert(entry)
@@ -451,7 +402,7 @@ class DiskIndex:
         victims: list[DiskEntry] = []
         for victim in self._policy.victims(nbytes, pinned):
             if isinstance(victim, DiskEntry):  # always: no other is inserted
-                self._leave(victim)
+                self._leave(victim, evicted=True)
                 victims.append(victim)
         for other in reversed(elsewhere):  # so that the oldest is the next to go again
             self._policy.released(other)
@@ -481,9 +432,10 @@ class DiskIndex:
         if event is not None:
             event.set()
 
-    def _leave(self, entry: DiskEntry) -> None:
-        self._forget(entry)
+    def _leave(self, entry: DiskEntry, *, evicted: bool) -> None:
+        self._going[entry] = evicted  # first: see abandon
         self._writing[entry.index, entry.key] = None
+        self._forget(entry)
 
     def _forget(self, entry: DiskEntry) -> None:
         tail = entry.index.discard(entry)

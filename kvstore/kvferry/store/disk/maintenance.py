@@ -14,10 +14,10 @@ from kvferry.core.errors import CorruptBlockError, TierError
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import read_header_bytes
 from kvferry.store.disk.encoded import Stored
+from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
 from kvferry.store.disk.files import is_gone, open_quietly, read_parts, reason_of
 from kvferry.store.disk.header import parse_header, readable
 from kvferry.store.disk.identity import require_identity
-from kvferry.store.disk.index import DiskEntry, NamespaceIndex
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.state import DiskState
 from kvferry.store.io_pool import IoPool

@@ -12,10 +12,10 @@ from kvferry.core.errors import CorruptBlockError
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import Scratch, address_of
 from kvferry.store.disk.encoded import Stored, may_be_encoded
+from kvferry.store.disk.entries import DiskEntry
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of
 from kvferry.store.disk.folders import OpenFolder
 from kvferry.store.disk.header import ALIGNMENT
-from kvferry.store.disk.index import DiskEntry
 from kvferry.store.disk.root import Root, RootDownError
 from kvferry.store.disk.state import DiskState, Home
 from kvferry.store.encoding import Decoded

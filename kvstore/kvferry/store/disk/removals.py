@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvferry.core.keys import BlockKey
 
 if TYPE_CHECKING:
-    from kvferry.store.disk.index import DiskEntry, NamespaceIndex
+    from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
 
 __all__ = ["Removals"]
 

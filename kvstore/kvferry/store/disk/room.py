@@ -7,8 +7,8 @@ from typing import Final
 
 from kvferry.core.clock import is_past
 from kvferry.core.keys import BlockKey
+from kvferry.store.disk.entries import DiskEntry, Reservation
 from kvferry.store.disk.folders import OpenFolder
-from kvferry.store.disk.index import DiskEntry, Reservation
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.state import DiskState, Home
 from kvferry.store.disk.write_job import WriteJob

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import BlockReader
+from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
 from kvferry.store.disk.files import Files, is_gone, reason_of
 from kvferry.store.disk.header import HeaderTemplate
-from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
+from kvferry.store.disk.index import DiskIndex
 from kvferry.store.disk.obstacles import IN_THE_WAY
 from kvferry.store.disk.options import DiskOptions
 from kvferry.store.disk.root import Root, RootDownError
@@ -199,6 +200,22 @@ class DiskState:
             self.wake()
         else:
             self.index.gone(entry, entry.nbytes)
+
+    def remove_first(self, going: deque[DiskEntry]) -> None:
+        """Remove the file of the first of some discarded entries; one of several threads may get each."""
+        try:
+            entry = going.popleft()
+        except IndexError:  # its call was given up
+            return
+        self.remove(entry)
+
+    def abandon(self, going: deque[DiskEntry]) -> None:
+        """An exception ended a removal: what no other thread has begun is done in the background."""
+        try:
+            while True:
+                self.index.abandon(going.popleft())
+        except IndexError:  # that was the last
+            self.wake()
 
     def drop(self, entry: DiskEntry) -> None:
         """Forget a sound block that is of no use, so that it can be written anew, and remove its file."""

@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
+from kvferry.store.disk.entries import NamespaceIndex
 from kvferry.store.disk.header import HeaderTemplate
-from kvferry.store.disk.index import NamespaceIndex
 from kvferry.store.tier import TierNamespace
 
 __all__ = ["Templates"]

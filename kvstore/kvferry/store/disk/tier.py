@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
@@ -22,9 +23,10 @@ from kvferry.store.disk.batches import (
     shares_of,
 )  # fmt: skip
 from kvferry.store.disk.blocks import BlockReader
+from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
 from kvferry.store.disk.files import Files, reason_of
 from kvferry.store.disk.header import HeaderTemplate
-from kvferry.store.disk.index import DiskEntry, DiskIndex, NamespaceIndex
+from kvferry.store.disk.index import DiskIndex
 from kvferry.store.disk.maintenance import Maintenance
 from kvferry.store.disk.names import tenant_folder
 from kvferry.store.disk.options import DiskOptions
@@ -334,11 +336,17 @@ class DiskTier(Tier):
         is down: then when that is back.
         """
         held = self._held(namespace)
-        entries = [None if self._closed else self._state.index.take(held, key) for key in keys]
-        going = [entry for entry in entries if entry is not None]
-        # not by the writers: those may be waiting for these very keys
-        self._readers.run(len(going), lambda number: self._state.remove(going[number]), deadline)
-        return [entry is not None for entry in entries]
+        if self._closed:
+            return [False] * len(keys)
+        going: deque[DiskEntry] = deque()
+        try:
+            found = self._state.index.take(held, keys, going)
+            # not by the writers: those may be waiting for these very keys
+            self._readers.run(len(going), lambda _: self._state.remove_first(going), deadline)
+        except BaseException:  # a signal handler's: nobody does what was not begun
+            self._state.abandon(going)
+            raise
+        return found
 
     def forget(self, namespace: TierNamespace) -> None:
         """See :class:`~kvferry.store.tier.Tier`."""

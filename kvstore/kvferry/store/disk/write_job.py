@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvferry.store.disk.entries import DiskEntry, Reservation
 from kvferry.store.disk.folders import OpenFolder
-from kvferry.store.disk.index import DiskEntry, Reservation
 from kvferry.store.disk.root import Root
 from kvferry.store.encoded_block import Encoding
 from kvferry.store.tier import BlockWrite, WriteResult

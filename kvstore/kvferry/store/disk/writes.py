@@ -17,10 +17,10 @@ from kvferry.core.clock import is_past, time_left
 from kvferry.store.disk import names
 from kvferry.store.disk.blocks import address_of, lay_out, scratch, write_whole
 from kvferry.store.disk.encoded import encode_job, lay_out_encoded
+from kvferry.store.disk.entries import DiskEntry, Reservation
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of
 from kvferry.store.disk.folders import BLOCK_NBYTES, OpenFolder, disk_nbytes, file_nbytes
 from kvferry.store.disk.header import ALIGNMENT
-from kvferry.store.disk.index import DiskEntry, Reservation
 from kvferry.store.disk.obstacles import IN_THE_WAY
 from kvferry.store.disk.reads import LATE
 from kvferry.store.disk.room import NEW_FOLDER_SLACK, NOT_YET, Rooms
