@@ -14,7 +14,8 @@ from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
-from kvferry.store.disk import DiskTier, pool
+from kvferry.store import io_pool
+from kvferry.store.disk import DiskTier
 from kvferry.store.disk.batches import shares_of
 from kvferry.store.disk.blocks import is_aligned
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, WriteOutcome, WriteResult
@@ -212,7 +213,7 @@ def test_nothing_is_written_after_close(
     make_tier: MakeTier, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a thread that hung in the device meanwhile, but for the file that it hung in."""
-    monkeypatch.setattr(pool, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(io_pool, "_CLOSE_S", 0.2)
     files = FaultyFiles()
     tier = make_tier(files, write_threads=1)
     namespace = opened(tier, SPEC)
