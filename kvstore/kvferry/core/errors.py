@@ -18,6 +18,7 @@ __all__ = [
     "ConnectError",
     "ConnectionClosedError",
     "CorruptBlockError",
+    "DeviceError",
     "KVFerryError",
     "LeaseExpiredError",
     "OverloadedError",
@@ -183,6 +184,12 @@ class TierError(StoreError):
 
     code = "tier"
     retryable = True
+
+
+class DeviceError(KVFerryError):
+    """A device failed or cannot do what was asked. After a failed kernel or copy it stays failed."""
+
+    code = "device"
 
 
 def _all_subclasses(cls: type[KVFerryError]) -> list[type[KVFerryError]]:

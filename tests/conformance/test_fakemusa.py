@@ -1,0 +1,85 @@
+"""The device suite through torch's real path for ``musa``, and that the suite sees races.
+
+The C++ fake of ``tests/fakemusa`` stands in for the card. Everything runs in processes of its own: torch
+knows one such device a process and for good, and a mutated copy engine is nobody's else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parents[1]
+_SIM = [str(_TESTS / "conformance" / "test_devices.py"), "-k", "TestSim"]
+_MUSA = [str(_TESTS / "fakemusa" / "musa_suite.py")]
+_HEADER = Path(sysconfig.get_paths()["include"]) / "Python.h"
+_MUTATIONS = [
+    "no_wait_event",
+    "retire_without_query",
+    "slot_freed_before_consumption",
+    "copy_on_the_compute_stream",
+    "host_sync_per_layer",
+    "ready_event_on_the_copy_stream",
+]
+
+
+def _missing() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "no torch"
+    if shutil.which("g++") is None:
+        return "no g++: the fake device is compiled"
+    return "" if _HEADER.exists() else f"no {_HEADER}: the fake device is compiled against Python's headers"
+
+
+_on_fake_musa = pytest.mark.skipif(bool(_missing()), reason=_missing())
+
+
+def _pytest(*arguments: str, mutation: str = "") -> subprocess.CompletedProcess[str]:
+    paths = [str(_TESTS / "fakemusa"), *(p for p in sys.path if p)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "KVFERRY_MUTATION": mutation}
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutations", *arguments]
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=900)
+
+
+@_on_fake_musa
+@pytest.mark.timeout(900)  # the first run compiles for a minute or more
+def test_the_suite_on_a_fake_musa_device() -> None:
+    result = _pytest(*_MUSA)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-4000:]
+    assert " passed" in result.stdout
+
+
+@pytest.mark.parametrize("mutation", _MUTATIONS)
+def test_the_suite_sees_a_race_on_the_simulated_device(mutation: str) -> None:
+    result = _pytest("-x", *_SIM, mutation=mutation)
+    assert result.returncode == 1, result.stdout[-8000:] + result.stderr[-4000:]
+    assert "1 failed" in result.stdout
+
+
+@pytest.mark.soak
+@_on_fake_musa
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mutation", _MUTATIONS)
+def test_the_suite_sees_a_race_on_a_fake_musa_device(mutation: str) -> None:
+    result = _pytest("-x", *_MUSA, mutation=mutation)
+    assert result.returncode == 1, result.stdout[-8000:] + result.stderr[-4000:]
+    assert "1 failed" in result.stdout
+
+
+@pytest.mark.soak
+@_on_fake_musa
+@pytest.mark.timeout(3600)
+def test_five_and_twenty_times_without_a_flake() -> None:
+    for number in range(25):
+        for suite in (_SIM, _MUSA):
+            result = _pytest(*suite)
+            assert result.returncode == 0, f"run {number}: {result.stdout[-8000:]}"

@@ -1,0 +1,90 @@
+"""The device suite over the fake MUSA device; run in a process of its own by ``test_fakemusa.py``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kvferry.core.buffers import page_aligned
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import DeviceError
+from kvferry.device.base import Device, DeviceBytes
+from kvferry.device.copy_engine import CopyEngine
+from kvferry.device.torch_device import MusaDevice
+from kvferry.testing.devices import DeviceSuite
+
+fakemusa: Any = importlib.import_module("fakemusa")  # torch has the device from here on
+
+
+class TestFakeMusa(DeviceSuite):
+    def make_device(self) -> Device:
+        return MusaDevice()
+
+    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
+        fakemusa.native.kernel(target, byte, int(seconds * 1e6))
+
+    def set_latency(self, device: Device, seconds: float) -> None:
+        fakemusa.native.set_latency(int(seconds * 1e6), 0)
+
+
+def test_kernels_that_the_card_lacks_are_refused() -> None:
+    """So that nothing in kvferry can need them (C115): the suite passes all the same."""
+    memory = torch.empty(16, dtype=torch.uint8, device="musa")
+    with pytest.raises(RuntimeError, match="not supported"):
+        memory.sum()
+    with pytest.raises(RuntimeError, match="not supported"):
+        memory.eq(memory)
+
+
+def test_from_one_device_to_another_by_the_host() -> None:
+    """C117: staged, exact, and the current device is as before; a direct copy would poison the process."""
+    here = page_aligned(4096)
+    here[:] = bytes(range(256)) * 16
+    devices = [MusaDevice(index) for index in (0, 1)]
+    engines = [CopyEngine(device, slots=1, slot_nbytes=4096) for device in devices]
+    memory = [device.empty(4096) for device in devices]
+    between, back = page_aligned(4096), page_aligned(4096)
+    soon = deadline_in(20)
+    engines[0].copy_in([(memory[0], here)]).wait(soon)
+    engines[0].copy_out([(memory[0], between)]).wait(soon)
+    engines[1].copy_in([(memory[1], between)]).wait(soon)
+    engines[1].copy_out([(memory[1], back)]).wait(soon)
+    assert back == here
+    assert torch.get_device_module("musa").current_device() == 0
+    for engine in engines:
+        engine.close()
+
+
+def test_a_dead_device_fails_everything_with_the_cause() -> None:
+    device = MusaDevice()
+    engine = CopyEngine(device, slots=1, slot_nbytes=1 << 16)
+    memory, here = device.empty(1 << 16), page_aligned(1 << 16)
+    fakemusa.native.set_latency(50_000, 0)
+    tickets = [engine.copy_out([(memory, here)]) for _ in range(3)]
+    fakemusa.native.kill(True)
+    try:
+        for ticket in tickets:
+            with pytest.raises(DeviceError, match="illegal memory access"):
+                ticket.wait(deadline_in(20))
+        with pytest.raises(DeviceError, match="failed before"):
+            engine.copy_in([(memory, here)])
+        engine.close()
+    finally:
+        fakemusa.native.kill(False)
+        fakemusa.native.set_latency(0, 0)
+
+
+def test_the_memory_is_torchs_own() -> None:
+    """An engine's tensors are seen as bytes without a copy."""
+    tensor = torch.arange(64, dtype=torch.float32).to("musa")
+    flat = cast("DeviceBytes", tensor.view(torch.uint8).reshape(-1))
+    device, here = MusaDevice(), page_aligned(256)
+    engine = CopyEngine(device, slots=1, slot_nbytes=4096)
+    event = device.event()
+    event.record(device.current_stream())
+    engine.copy_out([(flat, here)], after=[event]).wait(deadline_in(20))
+    assert torch.frombuffer(here, dtype=torch.float32).tolist() == list(range(64))
+    engine.close()
