@@ -103,7 +103,7 @@ class Arena:
         if capacity_nbytes > available and not placement.hugepages:
             raise ConfigError(
                 f"an arena of {capacity_nbytes} bytes was asked, {available} bytes of memory are available; "
-                "lower the capacity"
+                "lower the capacity (store.dram_capacity)"
             )
         self.tenant = tenant
         self.placement = placement
@@ -159,7 +159,7 @@ class Arena:
         if count and pages * PAGE_NBYTES > self.capacity_nbytes:
             raise CapacityError(
                 f"a block of {nbytes} bytes never fits an arena of {self.capacity_nbytes} bytes; "
-                "raise the capacity"
+                "raise the capacity (store.dram_capacity)"
             )
         slots: list[Slot] = []
         number = 0

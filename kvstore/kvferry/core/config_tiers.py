@@ -15,6 +15,7 @@ __all__ = ["TierConfig"]
 
 _MIB, _GIB = 2**20, 2**30
 _OPTIONS = "options"
+_PLACES = ("urls", "peers", "bucket")  # options that tell where a tier without a directory is
 
 
 class TierConfig(Section):
@@ -144,6 +145,12 @@ def _describe(kind: str, name: str, options: Mapping[str, object], own: list[str
     for option in options:
         if known is not None and option not in known:
             near = did_you_mean(option, [*known, *own])
+            place = next((each for each in _PLACES if each in known), None)
+            if option == "directory" and place is not None:
+                raise ConfigError(
+                    f"tier {name}: what stands between the colon and the question mark is the directory of a "
+                    f"disk, and {kind} has none: write {kind}:?{place}=…"
+                )
             of_store = [each for each in own if each != _OPTIONS]
             raise ConfigError(
                 f"tier {name}: no option {option!r}{near} (of {kind}: {', '.join(known)}; "

@@ -58,7 +58,7 @@ def quota_shortage(
     message = (
         f"session {namespace.session.name} asked for {needed} bytes of slots and has {held} bytes "
         f"reserved or in quarantine; its write quota is {quota_nbytes} bytes; save fewer blocks at once, "
-        "commit or abort first, or raise write_quota_nbytes"
+        "commit or abort first, or raise the quota (store.write_quota)"
     )
     return message, needed <= quota_nbytes
 
@@ -80,7 +80,7 @@ def room_shortage(
     chain_held = sum(b.nbytes for b in chain if b.holds)
     others_held = pool.pinned_nbytes + pool.quarantined_nbytes - chain_held
     mapped = arena.mapped_nbytes
-    remedy = "release leases, save fewer blocks at once, or raise the capacity"
+    remedy = "release leases, save fewer blocks at once, or raise the capacity (store.dram_capacity)"
     free = f"{arena.free_nbytes} of {arena.capacity_nbytes} bytes free, "
     if arena.refusal:
         free = (

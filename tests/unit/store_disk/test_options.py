@@ -53,6 +53,8 @@ def test_options_as_text() -> None:
         ({"verify": 1}, "true or false"),
         ({"verify": "maybe"}, "true or false"),
         ({"keep_free": -1}, "keep_free"),
+        ({"capacity": "999PiB"}, "capacity is 999 PiB, may be at most 1 PiB"),
+        ({"quarantine": "2GiB"}, "lower quarantine .*134217728.*, or raise capacity"),
         ({"retry_s": 0}, "retry_s"),
     ],
 )

@@ -20,6 +20,7 @@ Sync = Literal["none", "data", "full"]
 Direct = Literal["auto", "on", "off"]
 _MAX_RETRY_S = 3600
 _MIN_CAPACITY = 64 << 10
+_MAX_CAPACITY = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class DiskOptions:
         require_whole("capacity", self.capacity_nbytes)
         if self.capacity_nbytes < _MIN_CAPACITY:
             raise ConfigError(f"capacity is {self.capacity_nbytes} bytes, must be at least {_MIN_CAPACITY}")
+        if self.capacity_nbytes > _MAX_CAPACITY:
+            raise ConfigError(
+                f"capacity is {format_nbytes(self.capacity_nbytes)}, may be at most "
+                f"{format_nbytes(_MAX_CAPACITY)}: see the unit"
+            )
         for name in ("keep_free_nbytes", "quarantine_nbytes"):
             require_whole(name.removesuffix("_nbytes"), getattr(self, name), least=0)
         for name, allowed in (("sync", get_args(Sync)), ("direct", get_args(Direct))):
@@ -100,9 +106,16 @@ class DiskOptions:
                 f"{where}: {' and '.join(n.removesuffix('_nbytes') for n in missing)} must be given"
             )
         try:
-            return cls(**found)  # type: ignore[arg-type]  # checked by _converted and __post_init__
+            options = cls(**found)  # type: ignore[arg-type]  # checked by _converted and __post_init__
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
+        kept, most = options.quarantine_nbytes, options.capacity_nbytes
+        if "quarantine_nbytes" in found and kept > most:  # the default is for large tiers
+            raise ConfigError(
+                f"{where}: quarantine is {kept} bytes, a part of the capacity, which is {most}: lower "
+                f"quarantine (at most an eighth of the capacity is used, {most // 8}), or raise capacity"
+            )
+        return options
 
     @classmethod
     def describe(cls, where: str, values: Mapping[str, object]) -> list[TierOption]:
@@ -127,7 +140,7 @@ class DiskOptions:
 _SIZE = "a size such as 8GiB"
 _ABOUT: dict[str, tuple[str, str]] = {
     "directories": ("a list of paths", "One a device; blocks are spread over them by their keys."),
-    "capacity": (f"{_SIZE}, at least 64 KiB", "Cap on what all directories together take up, as du counts."),
+    "capacity": (f"{_SIZE}, 64 KiB to 1 PiB", "Cap on what all directories together take up, as du counts."),
     "keep_free": (_SIZE, "What stays free on the file system of each directory, whoever fills it."),
     "sync": ("one of none, data, full", "What is done before a block counts as stored."),
     "direct": ("one of auto, on, off", "O_DIRECT; auto measures at the start whether it pays."),
