@@ -39,6 +39,16 @@ class TrustedPeers:
                     f"trusted_peers {name!r}: {error}; write an address, a network or a host name"
                 ) from error
 
+    @property
+    def networks(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+        """Those that are addresses or networks."""
+        return tuple(self._networks)
+
+    @property
+    def host_names(self) -> frozenset[str]:
+        """Those that are host names."""
+        return frozenset(self._hosts)
+
     def __bool__(self) -> bool:
         return bool(self.names)
 

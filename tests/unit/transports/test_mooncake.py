@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import mmap
 import os
 import random
+import socket
 import struct
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from kvferry.core.errors import AuthError, ConfigError, ProtocolError, Transport
 from kvferry.core.trusted_peers import TrustedPeers
 from kvferry.transports.choices import announced_regions
 from kvferry.transports.mooncake import MooncakeRegions, shared_memory, unavailable
+from kvferry.transports.mooncake.admission import Network, admit_only, listening
 from kvferry.transports.mooncake.aliases import AliasArea
 from kvferry.transports.mooncake.engine import Engine
 from kvferry.transports.mooncake.grants import MAX_GRANT_NBYTES, Move, WindowGrant
@@ -317,3 +320,71 @@ def test_more_pieces_than_may_be_under_way(regions: MooncakeRegions) -> None:
     for at in range(0, 1 << 20, 2048):
         assert memory[at : at + 1024] == local[at : at + 1024]
         assert bytes(memory[at + 1024 : at + 2048]) == bytes(1024)
+
+
+# ---- who reaches the library's ports ------------------------------------------------------------------
+
+
+def _reaches(port: int, source: str, host: str = "127.0.0.1") -> bool:
+    """Whether a connection from ``source`` comes about; what the kernel drops is waited for in vain."""
+    try:
+        socket.create_connection((host, port), 0.2, source_address=(source, 0)).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_only_some_networks_reach_a_port_that_listens_everywhere(family: int, host: str) -> None:
+    def networks(*names: str) -> list[Network]:
+        return [ipaddress.ip_network(name) for name in names]
+
+    dual = family == socket.AF_INET6
+    everywhere = "::" if dual else "0.0.0.0"
+    with socket.create_server((everywhere, 0), family=family, dualstack_ipv6=dual) as server:
+        port = server.getsockname()[1]
+        assert port in listening().values()
+        assert _reaches(port, host, host)
+        admit_only(networks("10.1.0.0/16", "127.0.0.2", "fd00::/8"), [port])
+        assert _reaches(port, "127.0.0.2")
+        assert not _reaches(port, "127.0.0.3")
+        assert not _reaches(port, host, host)
+        admit_only(networks("127.0.0.0/30", "::1", "0.0.0.0/32"), [port])
+        assert _reaches(port, "127.0.0.3")
+        assert _reaches(port, host, host)
+        assert not _reaches(port, "127.0.0.4")
+    with pytest.raises(ValueError, match="the kernel takes 4096"):
+        admit_only(networks(*(f"10.0.{n // 256}.{n % 256}" for n in range(1100))), [])
+
+
+@needs_library
+def test_strangers_do_not_reach_the_librarys_ports() -> None:
+    """In a process of its own: an engine goes on letting in whom it let in."""
+    code = (
+        "import socket, logging\n"
+        "from kvferry.transports.mooncake import MooncakeRegions\n"
+        "logging.basicConfig(format='%(message)s')\n"
+        "def reaches(port, source):\n"
+        "    try:\n"
+        "        socket.create_connection(('127.0.0.1', port), 0.2, source_address=(source, 0)).close()\n"
+        "    except TimeoutError:\n"
+        "        return False\n"
+        "    return True\n"
+        "first = MooncakeRegions(trusted_peers=['127.0.0.7'])\n"
+        "ports = first._engine._ports\n"
+        "assert len(ports) == 2 and int(first._engine.session.partition(':')[2]) in ports, ports\n"
+        "for port in ports:\n"
+        "    assert reaches(port, '127.0.0.1') and reaches(port, '127.0.0.7')\n"
+        "    assert not reaches(port, '127.0.0.8')\n"
+        "MooncakeRegions(trusted_peers=['127.0.0.8/31'])\n"
+        "assert reaches(ports[0], '127.0.0.8') and reaches(ports[0], '127.0.0.7')\n"
+        "assert not reaches(ports[0], '127.0.0.10')\n"
+        "MooncakeRegions(trusted_peers=['node-7'])\n"
+        "assert reaches(ports[0], '127.0.0.10')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "open to every host" in done.stderr
+    assert "node-7" in done.stderr

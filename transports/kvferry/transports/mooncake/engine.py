@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import ipaddress
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 from kvferry.core.errors import PluginUnavailableError, TransportError
 from kvferry.core.install_hint import install_hint
+from kvferry.core.trusted_peers import TrustedPeers
+from kvferry.transports.mooncake.admission import Network, admit_only, listening
 from kvferry.transports.mooncake.aliases import AliasArea
 from kvferry.transports.region import Access
 
@@ -24,6 +28,7 @@ Wire: TypeAlias = Literal["tcp", "rdma"]
 DONE: Final = 1
 FAILED: Final = -1
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
+_EVERYBODY: Final = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
 _LOGGING: Final = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
 
 
@@ -75,6 +80,9 @@ class Engine:
         self._locals: dict[tuple[int, int], int] = {}  # address and size: transfers that use it
         self._known: set[str] = set()
         self._area = AliasArea()
+        self._admitted: dict[Network, None] = {}  # in order
+        self._admits_all = False
+        before = listening()
         wire, devices = settings.wire, ",".join(settings.devices)
         if wire == "rdma" and not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
             raise TransportError("mooncake over rdma: this machine has no RDMA device; take wire=tcp")
@@ -87,15 +95,37 @@ class Engine:
                     "standard error (MC_LOG_LEVEL=INFO says more)"
                 )
         self.session = f"{settings.host}:{self._library.get_rpc_port()}"
-        _log.info(
-            "mooncake engine %s over %s: its ports are open on all interfaces of this machine, whatever is "
-            "configured, and know no credentials", self.session, wire,
-        )  # fmt: skip
+        self._ports = [port for inode, port in listening().items() if inode not in before]
 
     @property
     def registers_locals(self) -> bool:
         """Whether the memory of the side that writes or reads has to be registered as well."""
         return self.settings.wire == "rdma"
+
+    def admit(self, peers: TrustedPeers) -> None:
+        """Let ``peers`` reach the engine's ports, and this host; nobody else who was not let in before.
+
+        The library listens on all interfaces and knows no credentials. Where host names are among the peers,
+        which are not looked up, or the kernel takes no filter, all are let in, and a line in the log says so.
+        """
+        why = ""
+        with self._lock:
+            if names := peers.host_names:
+                self._admits_all = True
+                why = (
+                    f"trusted_peers has host names ({', '.join(sorted(names))}), write addresses or networks"
+                )
+            self._admitted.update(dict.fromkeys((*_networks_of(self.settings.host), *peers.networks)))
+            networks = _EVERYBODY if self._admits_all else tuple(self._admitted)
+            try:
+                admit_only(networks, self._ports)
+            except (OSError, ValueError) as error:
+                why = f"the kernel takes no filter for them: {error}"
+        if why:
+            _log.warning(
+                "mooncake engine %s: its ports %s are open to every host that reaches this machine, and know "
+                "no credentials: %s", self.session, ", ".join(map(str, self._ports)), why,
+            )  # fmt: skip
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -190,6 +220,12 @@ class Engine:
     def status(self, handle: int) -> int:
         """:data:`DONE` or :data:`FAILED`, after which the handle is gone, or something else: under way."""
         return self._library.transfer_check_status(handle)
+
+
+def _networks_of(host: str) -> list[Network]:
+    """The addresses of a host."""
+    found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    return [ipaddress.ip_network(sockaddr[0]) for *_, sockaddr in found]
 
 
 _engines: dict[EngineSettings, Engine] = {}

@@ -66,7 +66,9 @@ class MooncakeRegions(RegionTransport):
     wire is rdma. While it is open, ``auto`` tells the peers of this process that it is there.
 
     Args:
-        trusted_peers: Hosts, addresses or networks whose grants are accepted; there is no default.
+        trusted_peers: Hosts, addresses or networks whose grants are accepted; there is no default. Only from
+            these addresses and networks, and from this host, the library's ports are reached, while no host
+            name is among them: names are not looked up.
         host: Where peers reach this process: an IPv4 address or a name.
         wire: ``tcp`` or ``rdma``; with the build for it, rdma moves device memory too.
         devices: RDMA devices to use; all if empty.
@@ -97,6 +99,7 @@ class MooncakeRegions(RegionTransport):
         if wire not in ("tcp", "rdma"):
             raise ConfigError(f"mooncake: wire {wire!r}, there are tcp and rdma")
         self._engine = engine_of(EngineSettings(host, wire, tuple(devices)))
+        self._engine.admit(self._trusted)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
