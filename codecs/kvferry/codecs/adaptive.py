@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,16 +24,22 @@ __all__ = ["RAW", "AdaptiveChoice", "CandidateStatus", "ChoiceStatus"]
 
 _GAIN: Final = 0.97
 """Another pipeline is taken when it is predicted to take less than this share of the time."""
+_NO_WORSE: Final = 0.98
+"""Raw is taken again when it is predicted to take less than this share: what is as fast may stay."""
 _FIRST_PROBES: Final = 3
 _FIRST_PROBE_EVERY_S: Final = 0.02
 _PROBE_EVERY_S: Final = 1.0
 _STALE_S: Final = 3.0
 _OLD_S: Final = 30.0
+_FIRST_LOOK_S: Final = 0.1
 _LOOK_EVERY_S: Final = 1.0
 _LOOK_SELDOM_S: Final = 5.0
 _LOOK_S: Final = 0.1
-_LOOK_CALLS: Final = 8
-_LOOK_WINDOWS: Final = 2
+_LOOK_CALLS: Final = 10
+_LOOK_WINDOWS: Final = 3
+"""The median forgets the first, in which a link that was not full gives what it saved up (a token bucket)."""
+_LOOK_LONG_WINDOWS: Final = 2
+_LONG_WINDOWS_S: Final = 0.05
 _TRIAL_WINDOWS: Final = 2
 _SURE_WINDOWS: Final = 5
 _IN_DOUBT: Final = 1.15
@@ -43,6 +49,12 @@ _BAD_FORGIVEN_S: Final = 15.0
 _DISTURBED_S: Final = 1.0
 _LONGEST_FORGIVEN_S: Final = 120.0
 _PROVEN_S: Final = 1.0
+_TRIALS_SHARE: Final = 0.01
+"""Of the time, which trials that fail may cost."""
+_TRIAL_ENDS_S: Final = 0.005
+_LONGEST_PAUSE_S: Final = 1.0
+_OTHER_LINK: Final = 2.0
+_HOPELESS: Final = 1.5
 _WORST: Final = 4.0
 _LINK_BOUND: Final = 4.0
 """A pipeline that takes so many times what encoding and decoding take is limited by the link alone."""
@@ -75,10 +87,11 @@ class AdaptiveChoice:
     whether a piece should go another way beside the flow. A pipeline that is new is probed with three
     pieces, later with one every 3 s if it might pay, else every 30 s. One that is predicted to gain 3 % is
     taken, and kept only while it does: one that turned out slower is left after 20 to 50 ms, and not tried
-    again for 3 s (15 s if it was much slower), then 9 s and so on, unless the link changes. While a pipeline
-    is in use, some pieces go raw once a second of traffic, or in 5 s where the link is clearly what limits,
-    and at once when the pipeline suddenly costs more or less: what the link itself carries is seen in no
-    other way.
+    again for 3 s (15 s if it was much slower), then 9 s and so on, unless the link changes; and nothing else
+    is tried until what that cost is a hundredth of the traffic since, a second of it at most. While a
+    pipeline is in use, some pieces go raw once a second of traffic, first after 0.1, 0.3 and 0.7 s, or in 5 s
+    where the link is clearly what limits, and at once when the pipeline suddenly costs more or less: what the
+    link itself carries is seen in no other way.
 
     Args:
         candidates: Text forms of pipelines, without ``raw``.
@@ -93,6 +106,7 @@ class AdaptiveChoice:
         self._candidates = {name: _Candidate(name) for name in candidates if name != RAW}
         self._link = FlowCost()  # seconds a byte on the link
         self._seen = FlowCost()  # the same, of the look at it that goes on
+        self._seen_s = 0.0
         self._chosen = RAW
         self._chosen_at = -math.inf
         self._reason = "nothing was measured yet"
@@ -101,9 +115,15 @@ class AdaptiveChoice:
         self._looking = False  # pieces go raw to look at the link
         self._look_calls = 0
         self._looked_at = -math.inf
+        self._look_every_s = _FIRST_LOOK_S
         self._looked_flow = 0.0  # what the pipeline in use cost then
         self._moving_s = 0.0  # time in which the link was busy since then
         self._probe_at = -math.inf
+        self._traffic_s = 0.0  # time in which the link was busy, ever
+        self._chosen_traffic_s = 0.0  # of it, when what is in use came into use
+        self._beaten = 0.0  # what was in use before that cost
+        self._paused_until = 0.0  # nothing new is tried before so much traffic
+        self._paused_link = 0.0  # on which link
 
     # ---- choosing -------------------------------------------------------------------------------
 
@@ -134,10 +154,11 @@ class AdaptiveChoice:
             return True
         self._looked_flow = looked or flow
         limited = flow > _LINK_BOUND * (used.encode.value + used.decode.value)
-        return self._moving_s >= (_LOOK_SELDOM_S if limited else _LOOK_EVERY_S)
+        return self._moving_s >= (_LOOK_SELDOM_S if limited else self._look_every_s)
 
     def _look(self, now: float) -> None:
         self._looking, self._look_calls, self._looked_at = True, 1, now
+        self._look_every_s = min(2 * self._look_every_s, _LOOK_EVERY_S)
         self._looked_flow = self._moving_s = 0.0
 
     def probe(self) -> str:
@@ -170,12 +191,12 @@ class AdaptiveChoice:
         predicted.update({c.name: self._predicted(c, now) for c in self._candidates.values() if c.known})
         best = min(predicted, key=lambda name: predicted[name])
         current = self._chosen if self._chosen in predicted else RAW
-        if predicted[RAW] < predicted[current]:  # never what is predicted slower than raw
-            current = RAW
-        if predicted[best] < _GAIN * predicted[current]:
+        if predicted[RAW] < _NO_WORSE * predicted[current]:  # never what is predicted slower than raw
+            current = RAW  # and nothing else before it is counted what that has cost
+        elif predicted[best] < _GAIN * predicted[current] and not self._paused():
             current = best
         if current != self._chosen:
-            self._switch(current, now)
+            self._switch(current, now, predicted)
         runner_up = min((n for n in predicted if n != current), key=lambda n: predicted[n], default=None)
         if runner_up is None:
             self._reason = "no candidate is measured yet"
@@ -184,10 +205,22 @@ class AdaptiveChoice:
                 f"predicted {predicted[current] * 1e9:.3g} s/GB, {runner_up} {predicted[runner_up] * 1e9:.3g}"
             )
 
-    def _switch(self, name: str, now: float) -> None:
+    def _paused(self) -> bool:
+        """Whether the trials that failed have cost enough for now; nothing holds for another link."""
+        if self._traffic_s >= self._paused_until:
+            return False
+        before, link = self._paused_link, self._link.value
+        return before / _OTHER_LINK <= link <= before * _OTHER_LINK
+
+    def _switch(self, name: str, now: float, predicted: Mapping[str, float]) -> None:
         left = self._candidates.get(self._chosen)
         if left is not None and left.flow.windows:
             self._judge(left, now)
+        self._beaten = predicted.get(self._chosen, self._link.value)
+        self._chosen_traffic_s = self._traffic_s
+        if self._chosen == RAW:
+            # what spoke for it may have been a moment in which the link, or this end, was slow
+            self._look_every_s = _FIRST_LOOK_S
         if name != RAW:
             self._candidates[name].flow = FlowCost()
             self._looked_flow = self._moving_s = 0.0
@@ -204,14 +237,22 @@ class AdaptiveChoice:
             wait = (_BAD_FORGIVEN_S if bad else _FORGIVEN_S) * 3.0**left.failures
             left.forgiven_at = now + min(wait, _LONGEST_FORGIVEN_S)
             left.failures += 1
+            lost = max(0.0, 1.0 - self._beaten / left.flow.value)
+            lost *= self._traffic_s - self._chosen_traffic_s + _TRIAL_ENDS_S
+            self._paused_until = self._traffic_s + min(lost / _TRIALS_SHARE, _LONGEST_PAUSE_S)
+            self._paused_link = self._link.value
 
     # ---- predicting -----------------------------------------------------------------------------
 
     def _predicted(self, candidate: _Candidate, now: float) -> float:
-        windows = candidate.flow.windows if candidate.name == self._chosen else 0
-        if windows >= _TRIAL_WINDOWS:
-            return candidate.flow.value / (_IN_DOUBT if windows < _SURE_WINDOWS else 1.0)
+        if candidate.name == self._chosen and self._tried(candidate):
+            return candidate.flow.value / (_IN_DOUBT if candidate.flow.windows < _SURE_WINDOWS else 1.0)
         return self._formula(candidate) * self._correction(candidate, now)
+
+    def _tried(self, used: _Candidate) -> bool:
+        """Whether what it costs in use is known well enough to be believed."""
+        windows = used.flow.windows
+        return windows >= _TRIAL_WINDOWS or (windows > 0 and used.flow.value > _HOPELESS * self._beaten)
 
     def _formula(self, candidate: _Candidate) -> float:
         sending = self._link.value * candidate.size
@@ -258,6 +299,7 @@ class AdaptiveChoice:
         with self._lock:
             now = self._clock()
             self._moving_s += seconds
+            self._traffic_s += seconds
             if name == RAW:
                 self._news |= self._link_moved(nbytes, seconds)
                 return
@@ -269,9 +311,13 @@ class AdaptiveChoice:
     def _link_moved(self, nbytes: int, seconds: float) -> bool:
         if not self._looking:
             return self._link.add(nbytes, seconds)
-        if not self._seen.add(nbytes, seconds) or self._seen.windows < _LOOK_WINDOWS:
+        self._seen_s += seconds
+        if not self._seen.add(nbytes, seconds):
             return False
-        self._link, self._seen, self._looking = self._seen, FlowCost(), False
+        needed = _LOOK_LONG_WINDOWS if self._seen_s >= _LONG_WINDOWS_S else _LOOK_WINDOWS
+        if self._seen.windows < needed:
+            return False
+        self._link, self._seen, self._seen_s, self._looking = self._seen, FlowCost(), 0.0, False
         return True
 
     def _learn(self, candidate: _Candidate, now: float) -> None:
@@ -281,7 +327,7 @@ class AdaptiveChoice:
         if candidate.flow.windows >= _SURE_WINDOWS:  # some may be bursts
             self._link.at_most(on_link / candidate.size)  # it carried as much, so it is no slower
         formula = self._formula(candidate)
-        if formula > 0 and candidate.flow.windows >= _TRIAL_WINDOWS:
+        if formula > 0 and self._tried(candidate):
             candidate.correction = min(max(cost / formula, 1.0), _WORST)
             candidate.corrected_link = self._link.value
             candidate.forgiven_at = now + _FORGIVEN_S

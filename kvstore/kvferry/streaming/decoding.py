@@ -46,7 +46,8 @@ class SliceDecoder:
         codec: Says whether loss is accepted, and lends buffers.
         layout: Of the stream.
         frames: That may wait to be decoded.
-        done: Called in the thread for each frame whose slices are in place, with the seconds it took.
+        done: Called in the thread for each frame whose slices are in place, with the processor seconds
+            that it took.
         name: For messages and the thread.
     """
 
@@ -135,10 +136,10 @@ class SliceDecoder:
     def _run(self) -> None:
         try:
             while (frame := self._next()) is not None:
-                started_at = time.monotonic()
+                started_at = time.thread_time()  # without waiting for a core
                 if self._decode(frame).lossy:
                     frame.slots.mark_lossy(frame.message.blocks)
-                took = time.monotonic() - started_at
+                took = time.thread_time() - started_at
                 self._codec.give(frame.buffer)
                 message = frame.message
                 del frame

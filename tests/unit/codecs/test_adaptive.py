@@ -192,6 +192,49 @@ def test_a_pipeline_that_turned_out_slower_is_left_soon_and_tried_again_ever_lat
     assert all(names[name] >= 8 for name in ("ebp", "ebp(bits=4)"))
 
 
+def test_a_slow_moment_of_a_fast_link_is_forgotten_within_some_prompts() -> None:
+    link = Link(0.5, LOSSLESS, dict.fromkeys(LOSSLESS, 1.7))
+    link.run(0.12)
+    assert link.choice.status().chosen != RAW
+    link.rate = 2.5
+    _, names = link.run(0.4)
+    assert link.choice.status().chosen == RAW
+    assert names[RAW] > names.total() / 2
+
+
+def test_trials_that_fail_follow_one_another_slowly() -> None:
+    """The formula promises much of each pipeline, and in use none keeps it."""
+    link = Link(3.0, {name: speed._replace(encode=9.0, decode=9.0) for name, speed in LOSSLESS.items()})
+    link.slower = dict.fromkeys(LOSSLESS, 9.0 / 1.6)
+    _, names = link.run(0.4)
+    assert len(names) == 2, names  # raw, and one that was tried
+    piece, names = link.run(8.0)
+    assert piece <= 1.02 * link.seconds(RAW), names
+
+
+def test_what_a_link_saved_up_is_not_taken_for_its_rate() -> None:
+    """A limiter lets the first pieces after a pipeline that did not fill the link pass at once."""
+    link = Link(1.0, {"ebp": Speed(1.42, 1.1, 9.0)})
+    link.run(1.0)
+    assert link.choice.status().chosen == "ebp"
+    saved = 10e6 / PIECE  # pieces
+
+    def with_burst(name: str) -> float:
+        nonlocal saved
+        took = Link.seconds(link, name)
+        if name != RAW:
+            saved = 10e6 / PIECE
+        elif saved > 0:
+            saved -= 1
+            took /= 3
+        return took
+
+    link.seconds = with_burst  # type: ignore[method-assign]
+    _, names = link.run(10.0)
+    assert link.choice.status().switches == 1, names
+    assert link.choice.status().link_rate == pytest.approx(1e9, rel=0.05)
+
+
 def test_the_link_is_seldom_looked_at_where_it_is_what_limits() -> None:
     link = Link(0.05)
     link.run(1.0)
