@@ -19,7 +19,10 @@ __all__ = ["clear", "drain", "evict", "pin", "reload"]
 
 # ruff: noqa: UP045  typer evaluates the annotations, also on Python 3.10
 
-_Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose blocks.")]
+_Tenant = Annotated[
+    Optional[str],
+    typer.Option("--tenant", metavar="NAME", help="Whose. [default: the token's, else default]"),
+]
 _UNDONE = 1
 
 
@@ -37,7 +40,7 @@ def clear(
     namespace: Annotated[
         Optional[str], typer.Option("--namespace", metavar="HEX", help="Only that one. [default: all]")
     ] = None,
-    tenant: _Tenant = "default",
+    tenant: _Tenant = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     json: Json = False,
@@ -61,7 +64,7 @@ def pin(
     *,
     namespace: Annotated[str, typer.Option("--namespace", metavar="HEX", help="Their namespace.")],
     ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="For how long, as 90s or 2h.")] = "1h",
-    tenant: _Tenant = "default",
+    tenant: _Tenant = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     json: Json = False,
@@ -78,7 +81,7 @@ def pin(
 def evict(
     size: Annotated[str, typer.Argument(metavar="SIZE", help="How much, as 512MiB.")],
     *,
-    tenant: _Tenant = "default",
+    tenant: _Tenant = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     json: Json = False,
@@ -114,7 +117,7 @@ def drain(
 def reload(
     *, url: UrlOption = None, token_file: TokenOption = None, json: Json = False, config: ConfigFile = None
 ) -> None:
-    """Make the daemon read again what it can while it runs: the file of the admin token."""
+    """Make the daemon read again what it can while it runs: the admin token, and the credentials file."""
     from kvferry.daemon.admin import Reload
 
     _tell(Port.of(url, config, token_file).admin("reload", Reload()), json)

@@ -59,7 +59,10 @@ COMMANDS: dict[str, CommandEntry] = {
     "pin": CommandEntry("kvferry.cli.admin:pin", "Keep blocks of the daemon from eviction."),
     "evict": CommandEntry("kvferry.cli.admin:evict", "Evict blocks from the daemon's memory."),
     "drain": CommandEntry("kvferry.cli.admin:drain", "Make the daemon take no new work and write all."),
-    "reload": CommandEntry("kvferry.cli.admin:reload", "Make the daemon read its admin token again."),
+    "reload": CommandEntry("kvferry.cli.admin:reload", "Make the daemon read its tokens again."),
+    "credentials": CommandEntry(
+        "kvferry.cli.credentials:app", "Say who may use the daemon: tenants and their tokens."
+    ),
     "inspect": CommandEntry("kvferry.cli.inspect:inspect", "Show, verify or mend what a disk tier holds."),
     "plugins": CommandEntry("kvferry.cli.plugins:plugins", "List the plug-ins and what is missing for them."),
 }

@@ -37,6 +37,10 @@ TokenOption = Annotated[
 ]
 
 
+class _NeedsTokenError(RequestError):
+    """The port wants a token."""
+
+
 class _Refused(msgspec.Struct):
     code: str = ""
     message: str = ""
@@ -63,6 +67,7 @@ class Port:
             raise ConfigError(f"{url} must be http://host:port, as the daemon's ready line has it")
         self.url = address.url
         self._token_file = token_file
+        self._shown: dict[str, str] = {}
         self._host, self._port = address.host, address.port
 
     @classmethod
@@ -89,7 +94,13 @@ class Port:
         """
         from kvferry.daemon.status import DaemonStatus
 
-        return self._decoded(self.ask("GET", "/status"), DaemonStatus)
+        try:
+            return self._decoded(self.ask("GET", "/status", headers=self._shown), DaemonStatus)
+        except _NeedsTokenError:
+            if self._shown:
+                raise
+            self._shown = self._authorization()
+            return self._decoded(self.ask("GET", "/status", headers=self._shown), DaemonStatus)
 
     def admin(self, verb: str, request: msgspec.Struct) -> AdminDone:
         """Change something.
@@ -100,14 +111,18 @@ class Port:
             RequestError: If it is refused.
         """
         from kvferry.daemon.admin import AdminDone
+
+        headers = {**self._authorization(), "content-type": "application/json"}
+        body = msgspec.json.encode(request)
+        return self._decoded(self.ask("POST", f"/admin/{verb}", body, headers), AdminDone)
+
+    def _authorization(self) -> dict[str, str]:
         from kvferry.daemon.token import read_token, token_path
 
         path = token_path(self._token_file)
         if path is None:
             raise ConfigError("daemon.token_file is none: say with --token-file where the admin token is")
-        headers = {"authorization": f"Bearer {read_token(path)}", "content-type": "application/json"}
-        body = msgspec.json.encode(request)
-        return self._decoded(self.ask("POST", f"/admin/{verb}", body, headers), AdminDone)
+        return {"authorization": f"Bearer {read_token(path)}"}
 
     def _decoded(self, body: bytes, kind: type[T]) -> T:
         try:
@@ -140,7 +155,8 @@ class Port:
         finally:
             connection.close()
         if answer.status >= 400:
-            raise RequestError(f"{self.url}{path} refused it ({answer.status}): {_reason(data)}")
+            kind = _NeedsTokenError if answer.status == 401 else RequestError
+            raise kind(f"{self.url}{path} refused it ({answer.status}): {_reason(data)}")
         return data
 
 

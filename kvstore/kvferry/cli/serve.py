@@ -39,6 +39,12 @@ def serve(
         Optional[str],
         typer.Option("--http", metavar="URL|none", help="Status, metrics and live page there. [daemon.http]"),
     ] = None,
+    credentials: Annotated[
+        Optional[str],
+        typer.Option(
+            "--credentials", metavar="FILE|none", help="Tenants and their tokens. [daemon.credentials]"
+        ),
+    ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
@@ -57,6 +63,7 @@ def serve(
         "daemon.disk": ("--disk", disk),
         "daemon.disk_capacity": ("--disk-capacity", disk_capacity),
         "daemon.http": ("--http", http),
+        "daemon.credentials": ("--credentials", credentials),
     }
     loaded = load_and_log(config, sets, flags)
     from kvferry.daemon.main import run_daemon

@@ -11,11 +11,12 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar
 
 from kvferry.client.memory import RecycledMemory
 from kvferry.client.options import ClientCounters, ClientOptions
+from kvferry.client.token import shown_token
 from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import (
     KVFerryError,
@@ -151,8 +152,9 @@ class Link:
         self.memory = RecycledMemory(options.kept_nbytes)
         self.leases: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()
         self.closed = False
+        self._token = shown_token(url, options)
         self._channel_options = ChannelOptions(
-            role=options.role, session=self.session, checksum=options.checksum, credential=options.credential,
+            role=options.role, session=self.session, checksum=options.checksum,
             hello_timeout_s=options.connect_timeout_s, capabilities=(SHARED_ARENA,),
         )  # fmt: skip
         self._numbers = itertools.count((secrets.randbits(31) << 32) + 1)
@@ -270,7 +272,8 @@ class Link:
         """A new connection; ``None`` if the daemon gives no further one, but others are there."""
         limit = min(deadline, deadline_in(self.options.connect_timeout_s))
         try:
-            channel = Channel.connect(self.url, self._channel_options, limit)
+            shown = replace(self._channel_options, credential=self._token())
+            channel = Channel.connect(self.url, shown, limit)
         except BaseException as error:
             with self._cond:
                 self._connecting = False

@@ -16,7 +16,11 @@ class ClientOptions:
 
     Attributes:
         session: Name of the session; processes of one engine share it to share leases. A random one if empty.
-        credential: Shown to the daemon; never logged.
+        credential: Token shown to the daemon; never logged.
+        token_file: File with that token, for its owner alone, read for every connection;
+            ``$KVFERRY_TOKEN_FILE``, else ``$KVFERRY_TOKEN``, if not given.
+        trusted_network: Whether a token may go in the clear to an address beyond loopback; else that takes
+            ``tls``.
         checksum: Whether frames carry a checksum; they do unless the daemon says no too. Blocks in shared
             memory have none.
         connect_timeout_s: For making a connection.
@@ -33,6 +37,8 @@ class ClientOptions:
 
     session: str = ""
     credential: bytes | None = field(default=None, repr=False)
+    token_file: str | None = None
+    trusted_network: bool = False
     checksum: bool = True
     connect_timeout_s: float = 1.0
     call_timeout_s: float = 5.0

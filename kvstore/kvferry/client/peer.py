@@ -46,14 +46,27 @@ class PeerClient:
         connections: Most requests under way; further ones wait for one, until their deadline.
         timeout_s: For making a connection.
         own_epoch: The run of the daemon that asks: it must not ask itself.
+        token_file: File with the token of the tenant whose blocks are asked for, where that daemon wants one;
+            without, all tenants come as ``default`` there, apart by their scopes.
+        trusted_network: See :class:`ClientOptions`.
     """
 
-    def __init__(self, url: str, *, connections: int, timeout_s: float, own_epoch: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        connections: int,
+        timeout_s: float,
+        own_epoch: Callable[[], str],
+        token_file: str | None = None,
+        trusted_network: bool = False,
+    ) -> None:
         self.url = url
         self._own_epoch = own_epoch
         self._options = ClientOptions(
             connect_timeout_s=min(1.0, timeout_s), call_timeout_s=timeout_s, max_connections=connections,
             kept_nbytes=0, share_memory=False, role="peer", first_pause_s=0.1, last_pause_s=1.0,
+            token_file=token_file, trusted_network=trusted_network,
         )  # fmt: skip
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -201,7 +214,7 @@ class PeerClient:
 
     def _named(self, namespace: TierNamespace) -> TierNamespace:
         """The namespace as it is called there: tenants are apart, though all of them come as one."""
-        if namespace.tenant == _DEFAULT_TENANT:
+        if self._options.token_file is not None or namespace.tenant == _DEFAULT_TENANT:
             return namespace
         found = self._spaces.get(namespace)
         if found is None:

@@ -70,7 +70,7 @@ class WireConfig(Section):
     )
     trusted_network: bool = Field(
         default=False,
-        description="Whether addresses beyond loopback may be used, although there are no credentials.",
+        description="Whether addresses beyond loopback may be used without credentials or without TLS.",
     )
 
 
@@ -333,6 +333,18 @@ class DaemonConfig(Section):
         min_length=1,
         max_length=4096,
         description="File with the token of admin requests: auto (beside the socket), or none.",
+    )
+    credentials: str = Field(
+        default="none",
+        min_length=1,
+        max_length=4096,
+        description="File of tenants and tokens, made by kvferry credentials; none: no token is needed.",
+    )
+    peer_tokens: str = Field(
+        default="none",
+        min_length=1,
+        max_length=4096,
+        description="Folder with TENANT.token, shown to peers for that tenant's blocks, or none.",
     )
 
 

@@ -34,6 +34,8 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "KVFERRY_CACHE_DIR": "where converted models and other files that can be made again are kept",
     "KVFERRY_NATIVE": "off: no native kernels; a path: those of that library",
     "KVFERRY_NATIVE_ISA": "portable: native kernels without the processor's vector instructions",
+    "KVFERRY_TOKEN": "the token that clients show to the daemon; better $KVFERRY_TOKEN_FILE",
+    "KVFERRY_TOKEN_FILE": "the file with the token that clients show to the daemon",
     "KVFERRY_SMOLLM2_DIR": "a folder with the SmolLM2 checkpoint, for the demo and for tests",
 }
 """Environment variables with our prefix that are no fields of the configuration."""

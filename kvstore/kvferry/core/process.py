@@ -91,22 +91,44 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-def require_loopback(url: str, option: str, *, trusted_network: bool) -> None:
-    """Refuse an address that other hosts can reach, unless the configuration says that they are trusted.
+def require_loopback(
+    url: str, option: str, *, trusted_network: bool, credentials: bool | None = None
+) -> None:
+    """Refuse an address that other hosts can reach, unless who may use it is known there.
 
-    Nothing asks for a credential yet.
+    Args:
+        url: The address.
+        option: What says so.
+        trusted_network: Whether the configuration says that everyone who reaches it may.
+        credentials: Whether those who come must show a token; ``None`` where nothing asks for any.
 
     Raises:
         ConfigError: With the address and the option to change.
     """
     if is_loopback(url):
         return
+    if credentials and parse_url(url, default_port=0).scheme == "tls":
+        return
     if not trusted_network:
+        reached = f"{url} ({option}) can be reached from other hosts, and "
+        if credentials is None:
+            raise ConfigError(
+                f"{reached}it asks for no credentials: choose a loopback address, or set "
+                "wire.trusted_network=true if everyone who reaches it may use it"
+            )
+        if credentials:
+            raise ConfigError(
+                f"{reached}tokens and blocks would go there in the clear: choose a tls:// or a loopback "
+                "address, or set wire.trusted_network=true if nobody on that network listens"
+            )
         raise ConfigError(
-            f"{url} ({option}) can be reached from other hosts, and there are no credentials yet: choose a "
+            f"{reached}there are no credentials: set daemon.credentials and choose a tls:// address, take a "
             "loopback address, or set wire.trusted_network=true if everyone who reaches it may use it"
         )
-    log.warning("%s: whoever reaches it can use it, there are no credentials (wire.trusted_network)", url)
+    if credentials:
+        log.warning("%s: tokens and blocks go there in the clear (wire.trusted_network)", url)
+    else:
+        log.warning("%s: whoever reaches it can use it, there are no credentials (wire.trusted_network)", url)
 
 
 def listening(error: ConnectError, url: str, option: str) -> ConfigError:

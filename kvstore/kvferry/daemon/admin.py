@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 import msgspec
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import RequestError
+from kvferry.core.errors import AuthError, RequestError
 from kvferry.core.keys import split_keys
+from kvferry.daemon.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
+    from kvferry.daemon.access import Caller
     from kvferry.daemon.node import Daemon
     from kvferry.store.tier import TierNamespace
     from kvferry.store.tiered import TieredStore
@@ -25,7 +27,8 @@ Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 class _Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every verb may say."""
 
-    tenant: Annotated[str, msgspec.Meta(max_length=120)] = "default"
+    tenant: Annotated[str, msgspec.Meta(max_length=120)] | None = None
+    """The caller's own if not given, for the operator ``default``."""
 
 
 class Clear(_Verb, frozen=True, kw_only=True):
@@ -56,7 +59,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Reload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Read again what can be read again while it runs: the token."""
+    """Read again what can be read again while it runs: the token, and the credentials."""
 
 
 class AdminDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,23 +86,30 @@ VERBS: Final[dict[str, type[Any]]] = {
 """Path below ``/admin/`` to what its body is."""
 
 
-def perform(daemon: Daemon, request: object, reload: Callable[[], None]) -> AdminDone:
+def perform(daemon: Daemon, request: object, caller: Caller, reload: Callable[[], None]) -> AdminDone:
     """Do what an admin request asks for.
 
     Raises:
-        RequestError: If it names what is not there.
+        AuthError: If it is about the whole daemon, and the caller is a tenant's.
+        RequestError: If it names what is not there, or is not the caller's.
         ConfigError: If what is reloaded cannot be used; the old one goes on.
     """
+    if isinstance(request, (Drain, Reload)) and caller.tenant is not None:
+        raise AuthError("this is about the whole daemon: it takes the token of daemon.token_file")
     if isinstance(request, Drain):
         return _drain(daemon, request)
     if isinstance(request, Reload):
         reload()
-        return AdminDone(done=True, text="the token was read again")
+        text = "the token was read again"
+        return AdminDone(
+            done=True, text=f"{text}; {daemon.tenants.reload()}" if daemon.tenants.guarded else text
+        )
     if not isinstance(request, _Verb):
         raise RequestError(f"{type(request).__name__} is no admin request")
-    store = daemon.stores.get(request.tenant)
-    if store is None:
-        raise RequestError(f"there is no tenant {request.tenant!r}")
+    tenant = request.tenant or caller.tenant or DEFAULT_TENANT
+    store = daemon.stores.get(tenant)
+    if store is None or not caller.may_touch(tenant):
+        raise RequestError(f"there is no tenant {tenant!r}")
     if isinstance(request, Clear):
         return _clear(store, request)
     if isinstance(request, Pin):

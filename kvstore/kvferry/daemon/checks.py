@@ -15,12 +15,13 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.process import require_loopback
 from kvferry.core.runtime_folder import daemon_socket, runtime_folder
 from kvferry.core.units import format_nbytes
+from kvferry.store.disk.names import tenant_folder
 from kvferry.store.remote.peer import PeerOptions
 
 if TYPE_CHECKING:
     from kvferry.core.config import Config, StoreConfig
 
-__all__ = ["listen_urls", "require_other_peers", "store_config"]
+__all__ = ["listen_urls", "peer_token", "require_other_peers", "store_config"]
 
 
 def listen_urls(config: Config) -> list[tuple[str, str]]:
@@ -48,8 +49,29 @@ def listen_urls(config: Config) -> list[tuple[str, str]]:
     for url, option in found:
         if parse_url(url, default_port=0).scheme in ("inproc", "http", "https"):
             raise ConfigError(f"{url} ({option}): a daemon listens on unix, tcp, tls, ucx or auto addresses")
-        require_loopback(url, option, trusted_network=config.wire.trusted_network)
+        require_loopback(
+            url,
+            option,
+            trusted_network=config.wire.trusted_network,
+            credentials=config.daemon.credentials != "none",
+        )
     return found
+
+
+def peer_token(config: Config, tenant: str) -> str | None:
+    """File with the token that a tenant's blocks are asked for at other daemons with, if there is to be one.
+
+    Raises:
+        ConfigError: If the folder of ``daemon.peer_tokens`` is no absolute path.
+    """
+    if config.daemon.peer_tokens == "none":
+        return None
+    folder = Path(config.daemon.peer_tokens).expanduser()
+    if not folder.is_absolute():
+        raise ConfigError(
+            f"daemon.peer_tokens is {config.daemon.peer_tokens!r}: write an absolute path or none"
+        )
+    return str(folder / f"{tenant_folder(tenant)}.token")
 
 
 def require_other_peers(store: StoreConfig, listen: list[tuple[str, str]]) -> None:

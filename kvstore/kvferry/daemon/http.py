@@ -22,10 +22,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry.core.errors import KVFerryError, OverloadedError, RequestError, TransferTimeoutError
+from kvferry.core.errors import AuthError, KVFerryError, OverloadedError, RequestError, TransferTimeoutError
 from kvferry.core.http_port import HttpServer, PortLimits
 from kvferry.core.log import LogLimiter
 from kvferry.core.metrics import CONTENT_TYPE
+from kvferry.daemon.access import OPERATOR, Caller, caller_of, seen_by
 from kvferry.daemon.admin import VERBS, perform
 from kvferry.daemon.event_stream import EventStreams, Snapshot
 from kvferry.daemon.faults import Faults
@@ -66,6 +67,7 @@ _PAGE_HEADERS: Final = {
 _ERROR_STATUS: Final[tuple[tuple[type[KVFerryError], int], ...]] = (
     (OverloadedError, 503),
     (TransferTimeoutError, 504),
+    (AuthError, 403),
 )
 
 
@@ -119,6 +121,10 @@ class DaemonHttp:
     def start(self) -> None:
         """Serve."""
         self._server.start(self._app(), drain_s=_CLOSE_S)
+
+    def reload_token(self) -> None:
+        """Read the admin token's file again; raises as :meth:`AdminToken.reload`."""
+        self._token.reload()
 
     def is_alive(self) -> bool:
         """Whether it serves."""
@@ -241,18 +247,21 @@ class DaemonHttp:
             return _json({"ready": False, "reason": "it is draining: no new work is taken"}, 503)
         return _json({"ready": True})
 
-    async def _show_status(self, _request: Request) -> Response:
-        return _json(await self._in_thread(self.status))
+    async def _show_status(self, request: Request) -> Response:
+        caller = await self._looking(request)
+        return _json(seen_by(caller, await self._in_thread(self.status)))
 
-    async def _show_metrics(self, _request: Request) -> Response:
+    async def _show_metrics(self, request: Request) -> Response:
+        if (await self._looking(request)) != OPERATOR:
+            raise AuthError("/metrics is of all tenants: it takes the token of daemon.token_file")
         text = await self._in_thread(self._metrics.render)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def _events(self, request: Request) -> Response:
-        await self._require_token(request, request.client.host if request.client else "?")
-        tenant = request.query_params.get("tenant", "default")
+        caller = await self._require_token(request)
+        tenant = request.query_params.get("tenant", caller.tenant or "default")
         store = self._daemon.stores.get(tenant)
-        if store is None:
+        if store is None or not caller.may_touch(tenant):
             raise RequestError(f"there is no tenant {tenant[:120]!r}")
         feed = self._streams.open()
         try:
@@ -264,26 +273,36 @@ class DaemonHttp:
 
     def _admin(self, verb: str) -> Endpoint:
         async def answer(request: Request) -> Response:
-            peer = request.client.host if request.client else "?"
-            await self._require_token(request, peer)
+            caller = await self._require_token(request)
             try:
                 wanted = msgspec.json.decode(await _body(request), type=VERBS[verb])
             except msgspec.DecodeError as error:
                 raise RequestError(f"the body of {verb}: {error}") from error
-            log.info("admin: %s by %s", verb, peer)
-            done = await self._in_thread(lambda: perform(self._daemon, wanted, self._token.reload), _ADMIN_S)
+            log.info("admin: %s by %s of %s", verb, _peer(request), caller.tenant or "the operator")
+            done = await self._in_thread(
+                lambda: perform(self._daemon, wanted, caller, self._token.reload), _ADMIN_S
+            )
             return _json(done)
 
         return answer
 
-    async def _require_token(self, request: Request, peer: str) -> None:
-        kind, _, shown = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and self._token.matches(shown.strip()):
-            return
+    async def _looking(self, request: Request) -> Caller:
+        """Who looks; anybody may where there are no credentials."""
+        return await self._require_token(request) if self._daemon.tenants.guarded else OPERATOR
+
+    async def _require_token(self, request: Request) -> Caller:
+        caller = caller_of(request.headers.get("authorization", ""), self._token, self._daemon.tenants)
+        if caller is not None:
+            return caller
+        peer = _peer(request)
         self._limiter.log(logging.WARNING, peer, "admin: %s shows no valid token", peer)
         await asyncio.sleep(_WRONG_TOKEN_S)  # slows down who tries them one by one
         remedy = "the one in daemon.token_file" if self._token.given else "daemon.token_file is none"
-        raise HTTPException(401, f"admin requests need Authorization: Bearer TOKEN; {remedy}")
+        raise HTTPException(401, f"this needs Authorization: Bearer TOKEN; {remedy}")
+
+
+def _peer(request: Request) -> str:
+    return request.client.host if request.client else "?"
 
 
 async def _body(request: Request) -> bytes:

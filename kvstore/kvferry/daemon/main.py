@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import resource
+import signal
+import threading
 from typing import TYPE_CHECKING, Final
 
 from kvferry.core.clock import deadline_in
+from kvferry.core.errors import KVFerryError
 from kvferry.core.process import StopSignal, print_ready
 from kvferry.core.units import format_nbytes
 from kvferry.daemon.node import Daemon
@@ -22,6 +26,7 @@ __all__ = ["raise_open_files", "run_daemon"]
 log = logging.getLogger(__name__)
 
 _MOST_FILES: Final = 1 << 20
+_PR_SET_DUMPABLE: Final = 4  # <linux/prctl.h>
 
 
 def run_daemon(config: Config) -> None:
@@ -37,18 +42,22 @@ def run_daemon(config: Config) -> None:
     try:
         http = _open_http(daemon)
         stop.begin()
-        stats = daemon.store_of("default").stats()
+        reload = ReloadSignal(heard=daemon.tenants.guarded or "NOTIFY_SOCKET" in os.environ)
+        if daemon.tenants.guarded:
+            hide_memory()
+        stats = [store.stats() for store in daemon.stores.values()]
         print_ready(
             "daemon",
             listen=" ".join(daemon.addresses),
-            memory=format_nbytes(stats.capacity_nbytes).replace(" ", ""),
-            tiers=",".join(stats.per_tier),
+            memory=format_nbytes(sum(one.capacity_nbytes for one in stats)).replace(" ", ""),
+            tiers=",".join(dict.fromkeys(tier for one in stats for tier in one.per_tier)),
+            **({"tenants": len(stats)} if daemon.tenants.guarded else {}),
             arena=config.daemon.arena,
             **({} if http is None else {"http": http.url}),
             pid=os.getpid(),
         )
         notify("READY=1", f"STATUS=serving on {' '.join(daemon.addresses)}", f"MAINPID={os.getpid()}")
-        stop.wait(lambda: _alive(http))
+        stop.wait(lambda: _alive(http) and _reloaded(reload, daemon, http))
         notify("STOPPING=1", "STATUS=draining")
         if not daemon.drain(deadline_in(config.daemon.drain)):
             log.warning("not all was done and written within daemon.drain (%g s)", config.daemon.drain)
@@ -69,10 +78,50 @@ def _open_http(daemon: Daemon) -> DaemonHttp | None:
 
 
 def _alive(http: DaemonHttp | None) -> bool:
-    """Called once a second."""
+    """Called once a second, as what follows."""
     if "WATCHDOG_USEC" in os.environ:
         notify("WATCHDOG=1")
     return http is None or http.is_alive()
+
+
+class ReloadSignal:
+    """SIGHUP asks for tokens to be read again. Made in the main thread.
+
+    Args:
+        heard: Whether it is; else the signal ends the process, as when its terminal is closed.
+    """
+
+    def __init__(self, *, heard: bool) -> None:
+        self._asked = threading.Event()
+        if heard:
+            signal.signal(signal.SIGHUP, lambda _number, _frame: self._asked.set())
+
+    def take(self) -> bool:
+        """Whether it was asked for since the last call."""
+        asked = self._asked.is_set()
+        self._asked.clear()
+        return asked
+
+
+def _reloaded(signal_: ReloadSignal, daemon: Daemon, http: DaemonHttp | None) -> bool:
+    if signal_.take():
+        try:
+            daemon.tenants.reload()
+            if http is not None:
+                http.reload_token()
+        except KVFerryError as error:
+            log.error("not all was read again: %s", error)  # noqa: TRY400 - its text says all
+    return True
+
+
+def hide_memory() -> None:
+    """Keep other processes of the same user from this one's memory: it holds KV of several tenants.
+
+    Without it they could map every tenant's segments through ``/proc``. There are no core dumps then either.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        log.warning("processes of this user can look into the daemon: %s", os.strerror(ctypes.get_errno()))
 
 
 def raise_open_files() -> None:

@@ -87,6 +87,7 @@ class DaemonMetrics(Collector):
         status = self._status()
         yield from _daemon(status)
         yield from self._requests()
+        yield from _limits(status)
         yield from _stores(status.tenants)
         yield from _tiers(status.tenants)
 
@@ -130,6 +131,25 @@ def _daemon(status: DaemonStatus) -> Iterator[Metric]:
     for level, count in sorted(status.fault_counts.items()):
         faults.add_metric([level], count)  # type: ignore[attr-defined]
     yield faults
+
+
+def _limits(status: DaemonStatus) -> Iterator[Metric]:
+    yield _single(
+        "kvferry_daemon_refused_connections_total",
+        "Connections refused for want of a valid token.",
+        status.refused_connections,
+    )
+    connections = _family("kvferry_tenant_connections", "Connections of a tenant's clients.", ["tenant"])
+    refused = _family(
+        "kvferry_tenant_refused_requests_total",
+        "Requests refused to a tenant: beyond its rate, or without the right.",
+        ["tenant", "reason"],
+    )
+    for tenant in status.tenants:
+        connections.add_metric([tenant.name], tenant.connections)  # type: ignore[attr-defined]
+        for reason, count in tenant.refused.items():
+            refused.add_metric([tenant.name, reason], count)  # type: ignore[attr-defined]
+    yield from (connections, refused)
 
 
 def _stores(tenants: Iterable[TenantStatus]) -> Iterator[Metric]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -12,10 +14,12 @@ import msgspec
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierError, UnknownPluginError
 from kvferry.core.process import listening
-from kvferry.daemon.checks import listen_urls, require_other_peers, store_config
+from kvferry.daemon.checks import listen_urls, peer_token, require_other_peers, store_config
+from kvferry.daemon.credentials import credentials_path
 from kvferry.daemon.operations import Operations
 from kvferry.daemon.service import Service
 from kvferry.daemon.sessions import Sessions
+from kvferry.daemon.tenants import DEFAULT_TENANT, Grant, Tenants
 from kvferry.daemon.work import Work
 from kvferry.store.open import open_store
 from kvferry.store.tiered import TieredStore
@@ -32,7 +36,6 @@ __all__ = ["DEFAULT_TENANT", "Daemon"]
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TENANT: Final = "default"
 _TICK_S: Final = 1.0
 _DRAIN_PAUSE_S: Final = 0.02
 
@@ -45,6 +48,8 @@ class Daemon:
 
     Attributes:
         sessions: Who is connected, and what they hold.
+        tenants: Whose store is whose, and who was let in.
+        epoch: Name of this run.
         work: Requests under way.
         operations: What requests have cost.
         draining: No new work is taken.
@@ -68,33 +73,39 @@ class Daemon:
         self.lease_s = store.lease
         self.max_payload_nbytes = config.wire.max_payload
         self.started_at = time.monotonic()
+        self.epoch = uuid.uuid4().hex
         self._servers: list[ChannelServer] = []
         self._closed = threading.Event()
         self._close_lock = threading.Lock()
-        self._store = self._open(store)
+        self.tenants = Tenants(store, credentials_path(config.daemon.credentials), self._open)
         try:
             for number, (url, option) in enumerate(urls):
                 self._servers.append(self._listen(url, option, number))
         except BaseException:
             self._close_servers()
-            self._store.close()
+            self.tenants.close()
             raise
         self._ticker = threading.Thread(target=self._tick, name="kvferry-daemon-tick", daemon=True)
         self._ticker.start()
 
-    def _open(self, store: StoreConfig) -> TieredStore:
+    def _open(self, tenant: str, store: StoreConfig) -> TieredStore:
         try:
             shared = self.config.daemon.arena == "shared"
-            return open_store(store, tenant=DEFAULT_TENANT, shared=shared, peers=self._peer)
+            return open_store(store, tenant=tenant, shared=shared, peers=partial(self._peer, tenant))
         except TierError as error:
             raise ConfigError(f"{error} (daemon.disk, --disk, or store.tiers)") from error
 
-    def _peer(self, url: str, *, connections: int, timeout_s: float) -> PeerClient:
-        """What a peer tier asks another daemon with."""
+    def _peer(self, tenant: str, url: str, *, connections: int, timeout_s: float) -> PeerClient:
+        """What a tenant's peer tier asks another daemon with."""
         from kvferry.client.peer import PeerClient
 
         return PeerClient(
-            url, connections=connections, timeout_s=timeout_s, own_epoch=lambda: self._store.arena.epoch
+            url,
+            connections=connections,
+            timeout_s=timeout_s,
+            own_epoch=lambda: self.epoch,
+            token_file=peer_token(self.config, tenant),
+            trusted_network=self.config.wire.trusted_network,
         )
 
     def __repr__(self) -> str:
@@ -113,14 +124,14 @@ class Daemon:
     @property
     def stores(self) -> dict[str, TieredStore]:
         """The store of each tenant."""
-        return {DEFAULT_TENANT: self._store}
+        return {name: tenant.store for name, tenant in self.tenants.all.items()}
 
     def status(self) -> dict[str, object]:
         """How it stands, as plain JSON values: nothing secret, no names of keys."""
         active = self.sessions.active
         return {
             "addresses": self.addresses,
-            "epoch": self._store.arena.epoch,
+            "epoch": self.epoch,
             "uptime_s": time.monotonic() - self.started_at,
             "draining": self.draining,
             "connections": self.connections,
@@ -133,14 +144,13 @@ class Daemon:
             "tenants": {name: msgspec.to_builtins(store.stats()) for name, store in self.stores.items()},
         }
 
-    def tenant_of(self, channel: Channel) -> str:
-        """Whose blocks a connection may see: follows from its credential, never from the client's word.
+    def admit(self, channel: Channel) -> Grant:
+        """What a connection may see and do: follows from its credential, never from the client's word.
 
         Raises:
             AuthError: If it has no right to be here.
         """
-        del channel
-        return DEFAULT_TENANT
+        return self.tenants.admit(channel)
 
     def store_of(self, tenant: str) -> TieredStore:
         """The store of a tenant."""
@@ -176,8 +186,7 @@ class Daemon:
         self._close_servers()
         self._ticker.join(_TICK_S + 5)
         self.sessions.end_all()
-        for store in self.stores.values():
-            store.close()
+        self.tenants.close()
 
     def _close_servers(self) -> None:
         for server in self._servers:
@@ -193,7 +202,8 @@ class Daemon:
             max_meta_nbytes=wire.max_meta,
             max_payload_nbytes=wire.max_payload,
             capabilities=(SHARED_ARENA,),
-            epoch=self._store.arena.epoch,
+            epoch=self.epoch,
+            admit=self.tenants.check,
         )
         try:
             return ChannelServer(
@@ -219,6 +229,7 @@ class Daemon:
                 for store in self.stores.values():
                     store.poll()
                 self.sessions.sweep()
+                self.tenants.cut_those_over()
             except KVFerryError as error:
                 log.warning("the daemon's tick failed: %s", error)
             except Exception:

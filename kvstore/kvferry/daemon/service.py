@@ -26,6 +26,7 @@ from kvferry.core.leases import SlotLease, SlotReadLease, SlotWriteLease
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.segments import Slot
 from kvferry.daemon.peer_requests import has_blocks, read_blocks, remove_blocks, write_blocks
+from kvferry.daemon.verbs import require_leave, verb_of
 from kvferry.wire import daemon_messages as d
 from kvferry.wire.channel import Channel
 from kvferry.wire.incoming import Incoming
@@ -68,17 +69,22 @@ class Service:
     def __init__(self, node: Daemon, channel: Channel) -> None:
         self._node = node
         self._channel = channel
-        tenant = node.tenant_of(channel)
-        store = node.store_of(tenant)
+        self._grant = grant = node.admit(channel)
+        store = grant.tenant.store
         self._arena = store.arena
         self._pid = (channel.peer_pid or 0) if can_share_arena(channel) else 0
-        self._shares = self._pid > 0
-        self._offer = ArenaOffer(channel, store.arena, may_write=True)
+        may_write = grant.allows("write")
+        self._shares = self._pid > 0 and (may_write or not self._arena.shared)
+        self._offer = ArenaOffer(channel, store.arena, may_write=may_write)
         self._namespaces: list[MemoryNamespace] = []
         self._by_id: dict[bytes, int] = {}
         self._to_peer: dict[int, MemoryNamespace] = {}
         self._moved = (0, 0)  # blocks and bytes of the request that is being answered
-        self._session = node.sessions.join(channel, tenant, store)
+        try:
+            self._session = node.sessions.join(channel, grant.tenant.name, store)
+        except BaseException:
+            node.tenants.leave(channel)
+            raise
         self._verbs: dict[type[Message], Callable[[Any], Reply]] = {
             d.OpenNamespace: self._open,
             d.LookupBlocks: self._lookup,
@@ -105,6 +111,7 @@ class Service:
                 if incoming is not None:
                     self._answer(incoming)
         finally:
+            self._node.tenants.leave(channel)
             self._node.sessions.leave(self._session)
 
     def _answer(self, incoming: Incoming) -> None:
@@ -113,8 +120,9 @@ class Service:
             failed = not self._try_answer(incoming)
         finally:
             blocks, nbytes = (0, 0) if failed else self._moved
+            self._grant.tenant.meter.spend(nbytes)
             self._node.operations.done(
-                _verb(incoming.message), self._session.name, self._session.tenant,
+                verb_of(incoming.message), self._session.name, self._session.tenant,
                 seconds=time.monotonic() - started, blocks=blocks, nbytes=nbytes, failed=failed,
             )  # fmt: skip
 
@@ -127,6 +135,7 @@ class Service:
                         self._session.end(message.ended)
                     if message.abandoned:
                         self._session.abandon(message.abandoned)
+                require_leave(self._grant, message)
                 if isinstance(message, AttachArena):
                     self._attach(incoming)
                     return True
@@ -401,34 +410,6 @@ class Service:
     def _poll(self, message: d.PollStore) -> Reply:
         del message
         return Reply(d.Completions(completions=tuple(self._session.store.poll())))
-
-
-def _verb(message: Message) -> str:
-    """What a request is called in figures: a closed list, whatever clients send."""
-    if isinstance(message, d.BlockVerb):
-        return message.verb
-    return _VERBS.get(type(message), "other")
-
-
-_VERBS: Final[dict[type[Message], str]] = {
-    d.OpenNamespace: "open",
-    d.LookupBlocks: "lookup",
-    d.LoadBlocks: "load",
-    d.ReserveBlocks: "reserve",
-    d.CommitBlocks: "commit",
-    d.SaveBlocks: "save",
-    d.EndLeases: "end_leases",
-    d.QuarantineLease: "quarantine",
-    d.RenewLease: "renew",
-    d.FindLease: "find_lease",
-    d.FlushStore: "flush",
-    d.GetStats: "stats",
-    d.PollStore: "poll",
-    d.AskPeer: "peer_read",
-    d.WritePeer: "peer_write",
-    AttachArena: "attach",
-    Ping: "ping",
-}
 
 
 def _moment(lease: SlotLease) -> float:

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.core.blockstore import Stats
-
 if TYPE_CHECKING:
     from kvferry.daemon.faults import Faults
     from kvferry.daemon.node import Daemon
     from kvferry.daemon.sessions import EngineSession
-    from kvferry.store.tier import TierNamespace
+    from kvferry.daemon.tenants import Tenant
 
 __all__ = [
     "ClientStatus",
@@ -78,6 +76,12 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     evicted_blocks: int
     expired_leases: int
     tiers: tuple[TierStatus, ...]
+    connections: int = 0
+    refused: dict[str, int] = {}
+    """Requests refused so far, by reason: ``rate``, ``right``."""
+    rate_nbytes: float | None = None
+    """Bytes a second that it may move."""
+    rate_requests: float | None = None
     namespaces: tuple[NamespaceStatus, ...]
     """At most 1000, the first that were used."""
 
@@ -150,6 +154,10 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int
     """Of each address."""
     sessions_left_behind: int
+    refused_connections: int = 0
+    """For want of a valid token."""
+    guarded: bool = False
+    """Whether everybody needs a token."""
     requests_under_way: int
     process: ProcessStatus
     tenants: tuple[TenantStatus, ...]
@@ -176,9 +184,11 @@ def collect(daemon: Daemon, faults: Faults, *, version: str, http: str) -> Daemo
         connections=daemon.connections,
         max_connections=daemon.config.wire.max_connections,
         sessions_left_behind=daemon.sessions.left_behind,
+        refused_connections=daemon.tenants.refused_connections,
+        guarded=daemon.tenants.guarded,
         requests_under_way=daemon.work.count,
         process=_process(),
-        tenants=tuple(_tenant(name, store.stats(), store.spaces()) for name, store in daemon.stores.items()),
+        tenants=_tenants(daemon),
         clients=tuple(clients[:_MOST_LISTED]),
         operations=_operations(daemon),
         slowest=tuple(
@@ -219,9 +229,20 @@ def _client(session: EngineSession) -> ClientStatus:
 _OWN_FIELDS = frozenset(TierStatus.__struct_fields__) | {"mapped_nbytes"}
 
 
-def _tenant(name: str, stats: Stats, spaces: list[TierNamespace]) -> TenantStatus:
+def _tenants(daemon: Daemon) -> tuple[TenantStatus, ...]:
+    connections = daemon.tenants.connections()
+    return tuple(_tenant(one, connections[one.name]) for one in daemon.tenants.all.values())
+
+
+def _tenant(tenant: Tenant, connections: int) -> TenantStatus:
+    stats, spaces = tenant.store.stats(), tenant.store.spaces()
+    rate_nbytes, rate_requests = tenant.meter.limits
     return TenantStatus(
-        name=name,
+        name=tenant.name,
+        connections=connections,
+        refused=tenant.refused,
+        rate_nbytes=rate_nbytes,
+        rate_requests=rate_requests,
         used_nbytes=stats.used_nbytes,
         capacity_nbytes=stats.capacity_nbytes,
         pinned_nbytes=stats.pinned_nbytes,

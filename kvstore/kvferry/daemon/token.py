@@ -7,20 +7,18 @@ import hmac
 import logging
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import Final
 
 from kvferry.core.errors import ConfigError, KVFerryError
 from kvferry.core.runtime_folder import runtime_folder, runtime_folder_path
+from kvferry.core.token_file import read_token
 
 __all__ = ["AdminToken", "read_token", "token_path"]
 
 log = logging.getLogger(__name__)
 
 _NAME: Final = "admin.token"
-_LEAST: Final = 16
-_MOST: Final = 4096
 
 
 def token_path(setting: str) -> Path | None:
@@ -37,26 +35,6 @@ def token_path(setting: str) -> Path | None:
     if not path.is_absolute():
         raise ConfigError(f"daemon.token_file is {setting!r}: write an absolute path, auto or none")
     return path
-
-
-def read_token(path: Path) -> str:
-    """The token in a file.
-
-    Raises:
-        ConfigError: If the file is not there, others may read it, or it holds no token.
-    """
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise ConfigError(f"the token file {path} cannot be read: {error.strerror}") from error
-    with os.fdopen(number, "rb") as file:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
-            raise ConfigError(f"the token file {path} must be a file that only its owner may use: chmod 600")
-        text = file.read(_MOST + 1).decode("ascii", "replace").strip()
-    if not _LEAST <= len(text) <= _MOST or not text.isprintable() or " " in text:
-        raise ConfigError(f"the token file {path} must hold one word of {_LEAST} to {_MOST} ASCII characters")
-    return text
 
 
 def _make(path: Path) -> None:

@@ -107,6 +107,7 @@ class Channel:
         A peer that speaks the protocol but cannot be served (no common version) is told so.
 
         Raises:
+            AuthError: If ``options.admit`` refuses the peer.
             ConnectError: If the handshake is not complete in time, or the peer left.
             ProtocolError: If the peer speaks something else, or no common version.
         """
@@ -132,7 +133,7 @@ class Channel:
     def _handshake(self, limit: float) -> AbstractContextManager[None]:
         return shaking_hands(self.address, self.abort, partial(self._tell_refusal, limit=limit), limit)
 
-    def _tell_refusal(self, error: ProtocolError, limit: float) -> None:
+    def _tell_refusal(self, error: KVFerryError, limit: float) -> None:
         """Answer a peer that did send a hello; whoever sent garbage gets nothing."""
         if self._protocol.side is Side.SERVER and self._protocol.state is State.OFFERED:
             try:
@@ -155,7 +156,7 @@ class Channel:
         hello = self._read_message(limit).message
         received_at = time.monotonic()
         assert isinstance(hello, Hello)
-        self._peer = Peer.from_hello(self.address, hello, self._protocol.version, received_at)
+        self._peer = self._options.admitted(self.address, hello, self._protocol.version, received_at)
         welcome = self._options.welcome(self._protocol, received_at, time.monotonic())
         self._send_frame(welcome, [], limit, 0)
 

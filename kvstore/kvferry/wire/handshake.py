@@ -6,21 +6,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvferry.core.errors import ConnectError, ConnectionClosedError, ProtocolError, TransferTimeoutError
+from kvferry.core.errors import (
+    AuthError,
+    ConnectError,
+    ConnectionClosedError,
+    KVFerryError,
+    ProtocolError,
+    TransferTimeoutError,
+)
 
 __all__ = ["shaking_hands"]
 
 
 @contextmanager
 def shaking_hands(
-    address: str, abort: Callable[[], None], tell_refusal: Callable[[ProtocolError], None], limit: float
+    address: str, abort: Callable[[], None], tell_refusal: Callable[[KVFerryError], None], limit: float
 ) -> Iterator[None]:
     """Around a handshake: any error aborts the connection.
 
     Args:
         address: Of the peer, for messages.
         abort: Ends the connection at once.
-        tell_refusal: Tells the peer, where it can be told, that it broke the protocol or offered no version.
+        tell_refusal: Tells the peer, where it can be told, that it broke the protocol, offered no version
+            or may not come in.
         limit: By when the handshake is to be done.
 
     Raises:
@@ -37,7 +45,7 @@ def shaking_hands(
     except ConnectionClosedError as error:
         abort()
         raise ConnectError(f"{address}: connection closed during the handshake: {error}") from error
-    except ProtocolError as error:
+    except (ProtocolError, AuthError) as error:
         tell_refusal(error)
         abort()
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.wire.messages import Hello, Welcome
@@ -36,6 +37,8 @@ class ChannelOptions:
         frame_timeout_s: Seconds in which a message that has begun to arrive must be complete when it
             was waited for with :meth:`Channel.receive_idle`.
         versions: Protocol versions to speak.
+        admit: Where this end listens: asked in the handshake whether a client may come in; raises
+            :class:`~kvferry.core.errors.AuthError` if not, and the client is told.
     """
 
     role: str
@@ -49,6 +52,7 @@ class ChannelOptions:
     epoch: str = field(default_factory=process_epoch)
     frame_timeout_s: float = 5.0
     versions: Versions = SUPPORTED
+    admit: Callable[[Peer], None] | None = field(default=None, repr=False, compare=False)
 
     def protocol(self, side: Side, peer: str) -> WireProtocol:
         """The protocol for one connection with these options."""
@@ -67,6 +71,17 @@ class ChannelOptions:
             checksum=self.checksum,
             sent_at=sent_at,
         )
+
+    def admitted(self, address: str, hello: Hello, version: int, received_at: float) -> Peer:
+        """The client that said ``hello``, if it may come in.
+
+        Raises:
+            AuthError: If it may not.
+        """
+        peer = Peer.from_hello(address, hello, version, received_at)
+        if self.admit is not None:
+            self.admit(peer)
+        return peer
 
     def welcome(self, protocol: WireProtocol, received_at: float, sent_at: float) -> Welcome:
         """The answer of a server with these options to the hello that ``protocol`` received."""

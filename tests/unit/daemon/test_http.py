@@ -46,6 +46,8 @@ def exchange(running: Running, data: bytes) -> bytes:
 
 def test_status_tells_what_clients_did(running: Running) -> None:
     some_load(running)
+    # a request is counted after its answer
+    wait_until(lambda: any(one.verb == "load" for one in running.port.status().operations))
     status = running.port.status()
     (tenant,) = status.tenants
     assert (tenant.saved_blocks, tenant.lookup_blocks, tenant.hit_blocks) == (3, 4, 3)

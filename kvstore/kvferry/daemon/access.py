@@ -1,0 +1,74 @@
+"""Who may ask what of the HTTP port: the operator everything, a tenant's admin what is his."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from kvferry.core.errors import AuthError
+
+if TYPE_CHECKING:
+    from kvferry.daemon.status import DaemonStatus
+    from kvferry.daemon.tenants import Tenants
+    from kvferry.daemon.token import AdminToken
+
+__all__ = ["OPERATOR", "Caller", "caller_of", "seen_by"]
+
+
+class Caller(NamedTuple):
+    """Who asks.
+
+    Attributes:
+        tenant: The tenant whose admin it is; ``None`` for the operator.
+    """
+
+    tenant: str | None
+
+    def may_touch(self, tenant: str) -> bool:
+        """Whether that tenant is its own."""
+        return self.tenant in (None, tenant)
+
+
+OPERATOR = Caller(None)
+
+
+def caller_of(authorization: str, token: AdminToken, tenants: Tenants) -> Caller | None:
+    """Who shows this ``Authorization`` header; ``None`` if nobody who may ask."""
+    kind, _, shown = authorization.partition(" ")
+    shown = shown.strip()
+    if kind.lower() != "bearer" or not shown:
+        return None
+    if token.matches(shown):
+        return OPERATOR
+    if not tenants.guarded:
+        return None
+    try:
+        grant = tenants.grant_of(shown.encode("ascii", "replace"))
+    except AuthError:
+        return None
+    return Caller(grant.tenant.name) if grant.allows("admin") else None
+
+
+def seen_by(caller: Caller, status: DaemonStatus) -> DaemonStatus:
+    """As much of the status as a caller may see: of a tenant's admin, nothing that tells of other tenants."""
+    name = caller.tenant
+    if name is None:
+        return status
+    clients = tuple(one for one in status.clients if one.tenant == name)
+    tenants = tuple(one for one in status.tenants if one.name == name)
+    connections = sum(one.connections for one in clients)
+    return msgspec.structs.replace(
+        status,
+        connections=connections,
+        sessions_left_behind=0,
+        requests_under_way=0,
+        refused_connections=0,
+        tenants=tenants,
+        clients=clients,
+        slowest=tuple(one for one in status.slowest if one.tenant == name),
+        operations=(),
+        faults=(),
+        fault_counts={},
+        process=msgspec.structs.replace(status.process, cpu_s=0.0, resident_nbytes=0),
+    )

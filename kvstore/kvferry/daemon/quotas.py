@@ -1,0 +1,121 @@
+"""What each tenant gets of the daemon's memory and disk, and the store that it has for itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import format_nbytes, parse_nbytes
+from kvferry.store.disk.names import tenant_folder
+
+if TYPE_CHECKING:
+    from kvferry.core.config import StoreConfig
+    from kvferry.core.config_tiers import TierConfig
+    from kvferry.daemon.credentials import Limits
+
+__all__ = ["Quota", "quotas", "tenant_store"]
+
+_LEAST: Final = 1 << 20
+_FOLDER: Final = "tenants.d"
+"""Below a directory of a disk tier; no tenant's own folder has a dot."""
+
+
+class Quota:
+    """Bytes of one tenant; ``disk`` is of all disk tiers together, 0 where there is none."""
+
+    __slots__ = ("disk", "dram")
+
+    def __init__(self, dram: int, disk: int) -> None:
+        self.dram = dram
+        self.disk = disk
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Quota) and (self.dram, self.disk) == (other.dram, other.disk)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Quota(dram={self.dram}, disk={self.disk})"
+
+
+def quotas(
+    store: StoreConfig, tenants: Mapping[str, Limits], running: Mapping[str, Quota] | None = None
+) -> dict[str, Quota]:
+    """The quota of each tenant: its own, or an equal share of what those with one leave.
+
+    Args:
+        store: What there is in all.
+        tenants: Who they are, and what they are to have.
+        running: What those have that are there already; it stays.
+
+    Raises:
+        ConfigError: If it is more than there is; with the figures.
+    """
+    disk = sum(map(_capacity, filter(_is_disk, store.tiers)))
+    kept = {name: quota for name, quota in (running or {}).items() if name in tenants}
+    dram_of = _shares(
+        store.dram_capacity,
+        {name: kept[name].dram if name in kept else one.dram for name, one in tenants.items()},
+        "memory",
+        "store.dram_capacity (--capacity)",
+    )
+    disk_of = dict.fromkeys(tenants, 0)
+    if disk:
+        wanted = {name: kept[name].disk if name in kept else one.disk for name, one in tenants.items()}
+        disk_of = _shares(disk, wanted, "disk", "the capacity of the disk tiers (--disk-capacity)")
+    return {name: Quota(dram_of[name], disk_of[name]) for name in tenants}
+
+
+def _shares(total: int, wanted: Mapping[str, int | None], what: str, option: str) -> dict[str, int]:
+    given = sum(number for number in wanted.values() if number is not None)
+    others = [name for name, number in wanted.items() if number is None]
+    if given > total:
+        raise ConfigError(
+            f"the tenants' quotas of {what} are {format_nbytes(given)} in all, {option} is "
+            f"{format_nbytes(total)}: raise it, or lower them (kvferry credentials limit)"
+        )
+    share = (total - given) // len(others) if others else 0
+    if others and share < _LEAST:
+        raise ConfigError(
+            f"{', '.join(map(repr, others))}: no quota of {what} is given, and of {option}, which is "
+            f"{format_nbytes(total)}, the others leave {format_nbytes(share)} for each: raise it, or lower "
+            "theirs (kvferry credentials limit)"
+        )
+    return {name: share if number is None else number for name, number in wanted.items()}
+
+
+def tenant_store(store: StoreConfig, tenant: str, quota: Quota) -> StoreConfig:
+    """The ``store`` section of one tenant: its memory, and its own folder of every disk tier."""
+    disk = sum(map(_capacity, filter(_is_disk, store.tiers)))
+    tiers = tuple(
+        _own(tier, tenant, quota.disk * _capacity(tier) // disk) if _is_disk(tier) else tier
+        for tier in store.tiers
+    )
+    limit = store.write_quota
+    return store.model_copy(
+        update={
+            "dram_capacity": quota.dram,
+            "write_quota": None if limit is None else min(limit, quota.dram),
+            "tiers": tiers,
+        }
+    )
+
+
+def _is_disk(tier: TierConfig) -> bool:
+    return tier.kind == "disk"
+
+
+def _capacity(tier: TierConfig) -> int:
+    return parse_nbytes(tier.options.get("capacity", 0))
+
+
+def _own(tier: TierConfig, tenant: str, capacity: int) -> TierConfig:
+    options = dict(tier.options)
+    given = options.pop("directory", None) or options.pop("directories", ())
+    paths = [given] if isinstance(given, str) else list(given)
+    folder = tenant_folder(tenant)
+    options["directories"] = [os.path.join(path, _FOLDER, folder) for path in paths]  # noqa: PTH118
+    options["capacity"] = capacity
+    return tier.model_copy(update={"options": options})

@@ -1,0 +1,289 @@
+"""The tenants of a running daemon: whose store is whose, who was let in, and what they may do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvferry.core.errors import AuthError, ConfigError, KVFerryError
+from kvferry.daemon.credentials import (
+    RIGHTS,
+    Credential,
+    CredentialFile,
+    Credentials,
+    Limits,
+    Right,
+    read_credentials,
+)
+from kvferry.daemon.quotas import Quota, quotas, tenant_store
+from kvferry.daemon.rates import Meter
+from kvferry.store.tiered import TieredStore
+from kvferry.wire.channel import Channel
+from kvferry.wire.options import Peer
+
+if TYPE_CHECKING:
+    from kvferry.core.config import StoreConfig
+
+__all__ = ["DEFAULT_TENANT", "Grant", "Tenant", "Tenants"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TENANT: Final = "default"
+_ALL: Final = frozenset(RIGHTS)
+
+
+class Tenant:
+    """One tenant: its store, its bounds, and what was refused to it. Thread safe."""
+
+    def __init__(self, name: str, store: TieredStore, quota: Quota, limits: Limits) -> None:
+        self.name = name
+        self.store = store
+        self.quota = quota
+        self.meter = Meter(limits.rate, limits.requests)
+        self._lock = threading.Lock()
+        self._refused: Counter[str] = Counter({"rate": 0, "right": 0})
+
+    def __repr__(self) -> str:
+        return f"<Tenant {self.name}>"
+
+    def count_refusal(self, reason: str) -> None:
+        """A request was refused: ``rate`` or ``right``."""
+        with self._lock:
+            self._refused[reason] += 1
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Requests refused so far, by reason."""
+        with self._lock:
+            return dict(self._refused)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a connection may do.
+
+    Attributes:
+        tenant: Whose blocks it sees.
+        rights: What it may do with them.
+        credential: What it was let in by; ``None`` where no credentials are configured.
+    """
+
+    tenant: Tenant
+    rights: frozenset[Right]
+    credential: Credential | None = None
+
+    def allows(self, right: Right) -> bool:
+        """Whether it has the right."""
+        return right in self.rights
+
+    def require(self, right: Right, what: str) -> None:
+        """See that it has the right for ``what``.
+
+        Raises:
+            AuthError: If not.
+        """
+        if right not in self.rights:
+            self.tenant.count_refusal("right")
+            has = ", ".join(one for one in RIGHTS if one in self.rights)
+            raise AuthError(f"{what} takes the right to {right}, this token has: {has}")
+
+
+class Tenants:
+    """All tenants. Thread safe.
+
+    Args:
+        config: The store that they share out; without credentials the one tenant ``default`` has it whole.
+        path: The credentials file, if there is one.
+        open_store: Opens the store of a tenant.
+
+    Raises:
+        ConfigError: If the file cannot be used, or promises more than there is; nothing stays open.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        path: Path | None,
+        open_store: Callable[[str, StoreConfig], TieredStore],
+    ) -> None:
+        self._config = config
+        self._path = path
+        self._open_store = open_store
+        self._lock = threading.Lock()
+        self._reloading = threading.Lock()
+        self._tenants: dict[str, Tenant] = {}
+        self._credentials: Credentials | None = None
+        self._channels: dict[Channel, Grant] = {}
+        self._refused = 0
+        if path is None:
+            store = open_store(DEFAULT_TENANT, config)
+            whole = Quota(config.dram_capacity, 0)
+            self._tenants[DEFAULT_TENANT] = Tenant(DEFAULT_TENANT, store, whole, Limits())
+            return
+        file = read_credentials(path)
+        self._credentials = Credentials(file)
+        try:
+            self._tenants = self._opened(file, {})
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- who there is ------------------------------------------------------------------------------
+
+    @property
+    def guarded(self) -> bool:
+        """Whether everybody needs a token."""
+        return self._path is not None
+
+    @property
+    def all(self) -> dict[str, Tenant]:
+        """Every tenant by its name."""
+        with self._lock:
+            return dict(self._tenants)
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections refused because they had no valid token."""
+        with self._lock:
+            return self._refused
+
+    def connections(self) -> Counter[str]:
+        """Connections that were let in, by tenant."""
+        with self._lock:
+            return Counter(grant.tenant.name for grant in self._channels.values())
+
+    # ---- letting in --------------------------------------------------------------------------------
+
+    def check(self, peer: Peer) -> None:
+        """See in the handshake whether somebody may come in.
+
+        Raises:
+            AuthError: If not.
+        """
+        try:
+            self.grant_of(peer.credential)
+        except AuthError:
+            with self._lock:
+                self._refused += 1
+            raise
+
+    def grant_of(self, shown: bytes | None) -> Grant:
+        """What a token allows.
+
+        Raises:
+            AuthError: If it is not valid.
+        """
+        with self._lock:
+            credentials, tenants = self._credentials, self._tenants
+        if credentials is None:
+            return Grant(tenants[DEFAULT_TENANT], _ALL)
+        found = credentials.find(shown)
+        return Grant(tenants[found.tenant], frozenset(found.rights), found)
+
+    def admit(self, channel: Channel) -> Grant:
+        """What a connection may do; it is cut when that changes, so call :meth:`leave` in the end.
+
+        Raises:
+            AuthError: If its token is not valid (any more).
+        """
+        while True:
+            grant = self.grant_of(channel.peer.credential)
+            with self._lock:
+                if self._tenants.get(grant.tenant.name) is grant.tenant and self._still(grant):
+                    self._channels[channel] = grant
+                    return grant
+
+    def leave(self, channel: Channel) -> None:
+        """A connection is gone."""
+        with self._lock:
+            self._channels.pop(channel, None)
+
+    def _still(self, grant: Grant) -> bool:
+        """Under the lock: whether what a connection was let in by holds."""
+        credential = grant.credential
+        if credential is None or self._credentials is None:
+            return True
+        found = self._credentials.get(credential.id)
+        return found is not None and credential.same_power(found) and not found.is_over(time.time())
+
+    def cut_those_over(self) -> int:
+        """Cut connections whose token is not valid any more; returns how many."""
+        with self._lock:
+            over = [channel for channel, grant in self._channels.items() if not self._still(grant)]
+        for channel in over:
+            channel.abort()
+        return len(over)
+
+    # ---- the file changes --------------------------------------------------------------------------
+
+    def reload(self) -> str:
+        """Read the file again: tenants come and go, tokens that are gone are cut off.
+
+        Returns:
+            What changed, for people.
+
+        Raises:
+            ConfigError: If it cannot be used; everything goes on as it was.
+        """
+        if self._path is None:
+            return "no credentials are configured"
+        with self._reloading:
+            file = read_credentials(self._path)
+            before = self.all
+            now = self._opened(file, before)
+            gone = [tenant for name, tenant in before.items() if name not in now]
+            with self._lock:
+                self._tenants, self._credentials = now, Credentials(file)
+            for name, limits in file.tenants.items():
+                now[name].meter.set(limits.rate, limits.requests)
+            cut = self.cut_those_over()
+            for tenant in gone:
+                tenant.store.close()
+            told = [f"{len(file.credentials)} credentials of {len(now)} tenants"]
+            told += [f"{cut} connections were cut"] if cut else []
+            waiting = [n for n, t in before.items() if n in now and _differs(t.quota, file.tenants[n])]
+            if waiting:
+                names = ", ".join(sorted(waiting))
+                told.append(f"other quotas of {names} count from the next start")
+            text = "; ".join(told)
+            log.info("credentials were read again: %s", text)
+            return text
+
+    def _opened(self, file: CredentialFile, before: Mapping[str, Tenant]) -> dict[str, Tenant]:
+        """Every tenant of the file, those that are new opened; none of them if one cannot be."""
+        if not file.tenants:
+            raise ConfigError(f"{self._path} has no tenant: nobody could come in (kvferry credentials add)")
+        shares = quotas(self._config, file.tenants, {name: one.quota for name, one in before.items()})
+        found: dict[str, Tenant] = {}
+        try:
+            for name, limits in file.tenants.items():
+                if name in before:
+                    found[name] = before[name]
+                    continue
+                store = self._open_store(name, tenant_store(self._config, name, shares[name]))
+                found[name] = Tenant(name, store, shares[name], limits)
+        except BaseException:
+            for name, one in found.items():
+                if name not in before:
+                    one.store.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        """Close all stores."""
+        for tenant in self.all.values():
+            try:
+                tenant.store.close()
+            except KVFerryError as error:
+                log.warning("the store of tenant %s did not close: %s", tenant.name, error)
+
+
+def _differs(quota: Quota, limits: Limits) -> bool:
+    disk = bool(quota.disk) and limits.disk not in (None, quota.disk)
+    return disk or limits.dram not in (None, quota.dram)

@@ -1,0 +1,422 @@
+"""A daemon with credentials, in this process: who gets in, what he may do, and what he sees."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvferry.cli.daemon_http import Port
+from kvferry.client import Client, ClientOptions
+from kvferry.core.arena import ArenaMap
+from kvferry.core.clock import deadline_in
+from kvferry.core.config_sources import load_config
+from kvferry.core.errors import (
+    AuthError,
+    CapacityError,
+    ConfigError,
+    KVFerryError,
+    LeaseExpiredError,
+    RequestError,
+    UnavailableError,
+)
+from kvferry.daemon import Daemon
+from kvferry.daemon.admin import Clear, Drain, Evict, Pin, Reload
+from kvferry.daemon.credentials import CredentialFile, Limits, Right, edited, new_credential
+from kvferry.daemon.http import DaemonHttp
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+
+SPEC = small_spec("tenants")
+SMALL = ("store.dram_capacity=4MiB", "daemon.disk=none")
+
+
+class Site:
+    """A folder with a credentials file, daemons over it, and clients of them."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self.path = folder / "credentials.json"
+        self.stack = stack
+        self.url = f"unix://{folder}/d.sock"
+
+    def tenant(self, name: str, limits: Limits = Limits()) -> None:  # noqa: B008
+        with edited(self.path) as box:
+            tenants = {**box[0].tenants, name: limits}
+            box[0] = msgspec.structs.replace(box[0], tenants=tenants)
+
+    def token(self, tenant: str, *rights: Right) -> bytes:
+        credential, token = new_credential(tenant, rights or ("read", "write"))
+        with edited(self.path) as box:
+            tenants = {tenant: Limits(), **box[0].tenants}
+            credentials = (*box[0].credentials, credential)
+            box[0] = msgspec.structs.replace(box[0], tenants=tenants, credentials=credentials)
+        return token.encode()
+
+    def revoke(self, token: bytes) -> None:
+        with edited(self.path) as box:
+            left = tuple(c for c in box[0].credentials if not token.startswith(b"kvf1_" + c.id.encode()))
+            assert len(left) < len(box[0].credentials)
+            box[0] = msgspec.structs.replace(box[0], credentials=left)
+
+    def start(self, *settings: str) -> Daemon:
+        own = (f"daemon.socket={self.folder}/d.sock", "daemon.listen=none", f"daemon.credentials={self.path}")
+        daemon = Daemon(load_config(None, assignments=[*own, *SMALL, *settings]).config)
+        self.stack.callback(daemon.close)
+        return daemon
+
+    def client(self, token: bytes | None, url: str | None = None, **options: object) -> Client:
+        client = Client(url or self.url, ClientOptions(credential=token, **options))  # type: ignore[arg-type]
+        return self.stack.enter_context(client)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with ExitStack() as stack:
+        yield Site(tmp_path, stack)
+
+
+def test_nobody_comes_in_without_a_token(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    token = site.token("a")
+    daemon = site.start("daemon.listen=tcp://127.0.0.1:0")
+    wrong = token[:-1] + (b"x" if token[-1:] != b"x" else b"y")
+    for url in daemon.addresses:
+        for shown in (None, b"", b"guess", wrong, b"\xff" * 50, b"x" * 60000):
+            with pytest.raises(AuthError):
+                site.client(shown, url)
+        assert site.client(token, url).stats().capacity_nbytes == 4 << 20
+    assert daemon.tenants.refused_connections >= 6
+    assert daemon.connections == 2
+    for text in (token.decode(), wrong.decode(), token.decode()[18:]):
+        assert text not in caplog.text
+
+
+def test_the_same_keys_are_other_blocks_for_every_tenant(site: Site) -> None:
+    one, other = site.token("a"), site.token("b")
+    daemon = site.start(f"daemon.disk={site.folder}/disk", "daemon.disk_capacity=8MiB")
+    a, b = site.client(one, session="engine"), site.client(other, session="engine")
+    mine, his = a.namespace(SPEC), b.namespace(SPEC)
+    keys = mine.keys(range(32))
+    assert keys == his.keys(range(32))
+    save_blocks(mine, keys)
+    assert a.flush(deadline=deadline_in(10))
+    with mine.load(keys, deadline=deadline_in(5)) as held:
+        assert len(held) == len(keys)
+        lease_id = held.lease_id
+        # whatever he calls: nothing of it
+        assert his.lookup(keys).prefix == 0
+        assert len(his.load(keys, deadline=deadline_in(5))) == 0
+        assert his.pin(keys, ttl=10) == 0
+        assert his.remove(keys) == 0
+        assert his.clear() == 0
+        his.prefetch(keys)
+        assert b.find_lease(lease_id) is None
+        assert (b.stats().entries, b.stats().used_nbytes, b.stats().leases) == (0, 0, 0)
+        assert a.find_lease(lease_id) is not None
+    assert mine.lookup(keys).prefix == len(keys)
+    disk = site.folder / "disk"
+    folders = {path.relative_to(disk).parts[:2] for path in disk.rglob("*.safetensors")}
+    assert folders == {("tenants.d", "a")}
+    assert save_blocks(his, keys) == len(keys), "what a has is new to b"
+    assert b.flush(deadline=deadline_in(10))
+    stats = daemon.stores
+    assert {name: store.stats().entries for name, store in stats.items()} == {"a": 8, "b": 8}
+
+
+def test_a_client_gets_the_memory_of_its_tenant_alone(site: Site) -> None:
+    one, other = site.token("a"), site.token("b")
+    daemon = site.start()
+    a, b = site.client(one), site.client(other)
+    for client in (a, b):
+        save_blocks(client.namespace(SPEC), client.namespace(SPEC).keys(range(32)))
+    maps = [client.link.arena.map for client in (a, b)]
+    assert [each.tenant for each in maps] == ["a", "b"]
+    assert maps[0].epoch != maps[1].epoch
+    assert isinstance(maps[0], ArenaMap)
+    assert {store.arena.tenant for store in daemon.stores.values()} == {"a", "b"}
+
+
+def test_a_reader_reads_over_the_message_path_and_changes_nothing(site: Site) -> None:
+    writer, reader = site.token("a"), site.token("a", "read")
+    daemon = site.start()
+    w, r = site.client(writer).namespace(SPEC), site.client(reader).namespace(SPEC)
+    keys = w.keys(range(32))
+    save_blocks(w, keys)
+    with r.load(keys, deadline=deadline_in(5)) as lease:
+        assert bytes(lease.view(3)) == block_bytes(keys[3], SPEC.block_nbytes)
+    assert not r.client.link.arena.epoch, "an arena that can be written is not for readers"
+    more = r.keys(range(100, 132))
+    for call in (
+        lambda: save_blocks(r, more),
+        lambda: r.reserve(more, parent=None, deadline=deadline_in(1)),
+        lambda: r.remove(keys),
+        r.clear,
+        lambda: r.pin(keys, ttl=5),
+    ):
+        with pytest.raises(AuthError, match="right to write"):
+            call()
+    assert w.lookup(keys).prefix == len(keys)
+    assert daemon.tenants.all["a"].refused["right"] == 5
+    with pytest.raises(AuthError, match="right to read"):
+        site.client(site_token_after(site, daemon, "a", "write")).namespace(SPEC).lookup(keys)
+
+
+def site_token_after(site: Site, daemon: Daemon, tenant: str, *rights: Right) -> bytes:
+    token = site.token(tenant, *rights)
+    daemon.tenants.reload()
+    return token
+
+
+def test_readers_map_an_arena_that_only_the_daemon_writes(site: Site) -> None:
+    writer, reader = site.token("a"), site.token("a", "read")
+    site.start("daemon.arena=copy")
+    w, r = site.client(writer).namespace(SPEC), site.client(reader).namespace(SPEC)
+    keys = w.keys(range(32))
+    save_blocks(w, keys)
+    with r.load(keys, deadline=deadline_in(5)) as lease:
+        assert lease.view(0).readonly
+    assert r.client.link.arena.epoch
+    assert not r.client.link.arena.writable
+
+
+def test_eviction_stays_inside_the_tenant(site: Site) -> None:
+    site.tenant("small", Limits(dram=1 << 20))
+    one, other = site.token("a"), site.token("small")
+    site.start()
+    mine, his = site.client(one).namespace(SPEC), site.client(other).namespace(SPEC)
+    keys = mine.keys(range(32))
+    save_blocks(mine, keys)
+    for number in range(4):  # 4 MiB, in chains of 1 MiB
+        save_blocks(his, his.keys([number] * 4 * 128))
+    assert his.client.stats().used_nbytes <= 1 << 20
+    assert his.client.stats().evicted_blocks >= 300
+    assert mine.lookup(keys).prefix == len(keys)
+    assert mine.client.stats().capacity_nbytes == 3 << 20
+    with pytest.raises(CapacityError):
+        save_blocks(his, his.keys([9] * 4 * 200), seconds=0.2)
+
+
+def test_a_rate_makes_misses_and_refused_saves(site: Site) -> None:
+    site.tenant("slow", Limits(requests=5))
+    token = site.token("slow")
+    daemon = site.start()
+    client = site.client(token)
+    ns = client.namespace(SPEC)
+    keys = ns.keys(range(8))
+    save_blocks(ns, keys)
+    assert not all(ns.lookup(keys).prefix for _ in range(20))
+
+    def save_many() -> None:
+        for number in range(20):
+            save_blocks(ns, ns.keys([number] * 8))
+
+    with pytest.raises(UnavailableError, match="5 requests a second"):
+        save_many()
+    assert daemon.tenants.all["slow"].refused["rate"] >= 2
+    assert daemon.status()["sessions"], "connections stand"
+
+
+def test_a_reload_takes_effect_at_once_on_those_inside(site: Site) -> None:
+    site.tenant("a", Limits(dram=1 << 20))
+    site.tenant("b", Limits(dram=1 << 20))
+    kept, gone, other = site.token("a"), site.token("a"), site.token("b")
+    daemon = site.start()
+    clients = [site.client(token) for token in (kept, gone, other)]
+    for client in clients:
+        assert client.stats().capacity_nbytes == 1 << 20
+    held = (
+        clients[1]
+        .namespace(SPEC)
+        .reserve(clients[1].namespace(SPEC).keys(range(8)), parent=None, deadline=deadline_in(5))
+    )
+    site.revoke(gone)
+    late = site.token("c")  # a share of the 2 MiB that are left
+    with edited(site.path) as box:
+        tenants = {name: limits for name, limits in box[0].tenants.items() if name != "b"}
+        left = tuple(c for c in box[0].credentials if c.tenant != "b")
+        box[0] = CredentialFile(tenants=tenants, credentials=left)
+    assert "2 credentials of 2 tenants; 2 connections were cut" in daemon.tenants.reload()
+    assert set(daemon.stores) == {"a", "c"}
+    assert clients[0].stats().capacity_nbytes == 1 << 20
+    assert site.client(late).stats().capacity_nbytes == 3 << 20
+    with pytest.raises((UnavailableError, LeaseExpiredError)):
+        held.commit()
+    for client in clients[1:]:
+        wait_until(lambda c=client: "not valid" in c.away)  # type: ignore[misc]
+        assert client.stats().capacity_nbytes == 0
+        assert client.namespace(SPEC).lookup(client.namespace(SPEC).keys(range(8))).prefix == 0
+    site.path.write_text("{")
+    with pytest.raises(ConfigError, match=str(site.path)):
+        daemon.tenants.reload()
+    assert clients[0].stats().capacity_nbytes == 1 << 20, "a wrong file changes nothing"
+
+
+def test_quotas_beyond_what_there_is_are_refused_at_the_start(site: Site) -> None:
+    site.tenant("a", Limits(dram=3 << 20))
+    site.tenant("b", Limits(dram=2 << 20))
+    with pytest.raises(ConfigError, match="5 MiB"):
+        site.start()
+    with edited(site.path) as box:
+        box[0] = CredentialFile()
+    with pytest.raises(ConfigError, match="no tenant"):
+        site.start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (("daemon.listen=tls://0.0.0.0:0",), "cert=PATH"),
+        (("daemon.listen=tls://0.0.0.0:0?cert=/nowhere.pem",), "/nowhere.pem cannot be read"),
+        (("daemon.listen=tls://0.0.0.0:0", "daemon.credentials=none"), r"daemon\.credentials.*tls://"),
+        (("daemon.credentials=c.json",), r"daemon\.credentials.*absolute"),
+        (("daemon.credentials=/nowhere.json",), r"/nowhere\.json.*kvferry credentials add"),
+        (("daemon.peer_tokens=here", "store.tiers=peer:?peers=tcp://127.0.0.1:9"), r"peer_tokens.*absolute"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(site: Site, settings: tuple[str, ...], named: str) -> None:
+    site.token("a")
+    with pytest.raises(ConfigError, match=named):
+        site.start(*settings)
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [("tcp://0.0.0.0:0", "tls://"), ("ucx://0.0.0.0:0", "tls://"), ("auto://0.0.0.0:0", "tls://")],
+)
+def test_tokens_do_not_go_in_the_clear(site: Site, url: str, named: str) -> None:
+    site.token("a")
+    with pytest.raises(ConfigError, match=named):
+        site.start(f"daemon.listen={url}")
+    with pytest.raises(ConfigError, match="in the clear"):
+        Client("tcp://192.0.2.1:8450", ClientOptions(credential=b"kvf1_somebody_s_token"))
+    with pytest.raises(ConfigError, match="credentials"):
+        site.start(f"daemon.listen={url}", "daemon.credentials=none")
+
+
+# ---- the HTTP port -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ports(site: Site) -> Iterator[Callable[[bytes | None], Port]]:
+    """Ports as who shows a token sees them; the operator's is ``operator-s-own-token``."""
+    site.tenant("a")
+    site.tenant("b")
+    own = site.folder / "operator"
+    own.write_text("operator-s-own-token")
+    own.chmod(0o600)
+    daemon = site.start(f"daemon.token_file={own}")
+    with closing(DaemonHttp(daemon, "http://127.0.0.1:0")) as http:
+        http.start()
+
+        def port(token: bytes | None) -> Port:
+            if token is None:
+                return Port(http.url)
+            path = site.folder / f"shown-{token[:20].decode()}"
+            path.write_bytes(token)
+            path.chmod(0o600)
+            daemon.tenants.reload()
+            return Port(http.url, str(path))
+
+        yield port
+
+
+def test_the_port_shows_a_tenant_nothing_of_others(site: Site, ports: Callable[[bytes | None], Port]) -> None:
+    admin, plain = site.token("a", "read", "admin"), site.token("a")
+    writers = {name: site.token(name) for name in ("a", "b")}
+    operator = ports(b"operator-s-own-token")
+    clients = {name: site.client(token, session=f"of-{name}") for name, token in writers.items()}
+    for client in clients.values():
+        save_blocks(client.namespace(SPEC), client.namespace(SPEC).keys(range(32)))
+    logging.getLogger("kvferry.daemon").warning("something about tenant b")
+    assert ports(None).ask("GET", "/live")
+    for path in ("/status", "/metrics", "/events"):
+        for nobody in (ports(None), ports(plain)):
+            shown = {} if nobody is ports(None) else {"authorization": f"Bearer {plain.decode()}"}
+            with pytest.raises(RequestError, match="401"):
+                nobody.ask("GET", path, headers=shown)
+    assert {one.name for one in operator.status().tenants} == {"a", "b"}
+    assert b"of-b" not in operator.ask("GET", "/metrics", headers=operator._authorization())
+    own = ports(admin).status()
+    assert [one.name for one in own.tenants] == ["a"]
+    assert [one.session for one in own.clients] == ["of-a"]
+    assert not own.faults
+    assert not own.operations
+    assert "of-b" not in str(own)
+    header = {"authorization": f"Bearer {admin.decode()}"}
+    with pytest.raises(RequestError, match="403"):
+        ports(None).ask("GET", "/metrics", headers=header)
+    with pytest.raises(RequestError, match="no tenant 'b'"):
+        ports(None).ask("GET", "/events?tenant=b", headers=header)
+
+
+def test_an_admin_changes_its_own_tenant_alone(site: Site, ports: Callable[[bytes | None], Port]) -> None:
+    admin, writer = site.token("a", "admin"), site.token("b")
+    port = ports(admin)
+    his = site.client(writer).namespace(SPEC)
+    keys = his.keys(range(32))
+    save_blocks(his, keys)
+    namespace, hexes = his.namespace_id.hex(), tuple(key.hex() for key in keys)
+    for verb, request in (
+        ("clear", Clear(tenant="b")),
+        ("pin", Pin(tenant="b", namespace=namespace, keys=hexes)),
+        ("evict", Evict(tenant="b", nbytes=1)),
+    ):
+        with pytest.raises(RequestError, match="no tenant 'b'"):
+            port.admin(verb, request)
+        with pytest.raises(RequestError, match="no tenant 'nobody'"):  # as one that is not there
+            port.admin(verb, msgspec.structs.replace(request, tenant="nobody"))
+    for verb, whole in (("drain", Drain()), ("reload", Reload())):
+        with pytest.raises(RequestError, match="403"):
+            port.admin(verb, whole)
+    assert port.admin("clear", Clear()).blocks == 0
+    assert his.lookup(keys).prefix == len(keys)
+    operator = ports(b"operator-s-own-token")
+    assert "credentials of 2 tenants" in operator.admin("reload", Reload()).text
+    assert operator.admin("clear", Clear(tenant="b")).blocks == len(keys)
+
+
+# ---- peers -------------------------------------------------------------------------------------------------
+
+
+def test_peers_show_the_token_of_each_tenant(site: Site) -> None:
+    tokens = {name: site.token(name) for name in ("a", "b")}
+    folder = site.folder / "peer-tokens"
+    folder.mkdir()
+    (folder / "a.token").write_bytes(tokens["a"])
+    (folder / "a.token").chmod(0o600)
+    far = site.start()
+    tier = f"peer:?peers={far.addresses[0]}&timeout=2s&write=write_through"
+    near = site.start(
+        f"daemon.socket={site.folder}/near.sock", f"store.tiers={tier}", f"daemon.peer_tokens={folder}"
+    )
+    for name, reached in (("a", 8), ("b", 0)):
+        client = site.client(tokens[name], near.addresses[0])
+        ns = client.namespace(SPEC)
+        keys = ns.keys(range(32))
+        save_blocks(ns, keys)
+        client.flush(deadline=deadline_in(5))
+        assert far.store_of(name).stats().entries == reached, name
+        there = site.client(tokens[name], far.addresses[0]).namespace(SPEC)
+        assert there.lookup(keys).prefix == reached
+
+
+def test_a_hello_may_not_name_a_tenant(site: Site) -> None:
+    """There is no field for one: what a client says of itself beyond its token changes nothing."""
+    site.token("a")
+    token = site.token("b")
+    daemon = site.start("daemon.listen=tcp://127.0.0.1:0")
+    client = site.client(token, session="a", role="a")
+    assert client.stats().capacity_nbytes
+    assert [session.tenant for session in daemon.sessions.active] == ["b"]
+    host, port = daemon.addresses[1].removeprefix("tcp://").rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 5) as raw:  # no handshake, no answer
+        raw.sendall(b"\0" * 64)
+        raw.settimeout(10)
+        with suppress(ConnectionResetError):
+            assert not raw.recv(100)
+    with pytest.raises(KVFerryError):
+        Client(daemon.addresses[1])
