@@ -2,18 +2,25 @@
 
 from kvferry.client.aio import AsyncClient, AsyncView
 from kvferry.client.client import Client, default_url
+from kvferry.client.jobs import LoadJob, SaveJob
 from kvferry.client.leases import ClientReadLease, ClientWriteLease
+from kvferry.client.mover import BlockMover
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.options import ClientCounters, ClientOptions
+from kvferry.client.registration import Registration
 
 __all__ = [
     "AsyncClient",
     "AsyncView",
+    "BlockMover",
     "Client",
     "ClientCounters",
     "ClientNamespace",
     "ClientOptions",
     "ClientReadLease",
     "ClientWriteLease",
+    "LoadJob",
+    "Registration",
+    "SaveJob",
     "default_url",
 ]

@@ -19,7 +19,7 @@ from kvferry.core.errors import LeaseExpiredError
 __all__ = ["AsyncClient", "AsyncView"]
 
 _AT_ONCE: Final = frozenset(
-    {"namespace", "keys", "foreign_keys", "view", "layer", "check", "release", "writing"}
+    {"namespace", "keys", "foreign_keys", "view", "layer", "check", "release", "writing", "register"}
 )
 """Verbs that wait for nobody: called as they are, in the loop's thread."""
 _WRAPPED: Final = (ClientNamespace, ClientReadLease, ClientWriteLease)

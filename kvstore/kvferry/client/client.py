@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Final
 
 from kvferry.client.leases import ClientReadLease, ClientWriteLease
 from kvferry.client.link import GRACE_S, Link
+from kvferry.client.mover import BlockMover
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.options import ClientCounters, ClientOptions
 from kvferry.core.blockstore import Completion, Stats
@@ -21,6 +23,7 @@ from kvferry.core.errors import (
     UnavailableError,
 )
 from kvferry.core.keys import BlockKey, split_keys
+from kvferry.core.paged_copy import BlockCopier
 from kvferry.core.runtime_folder import daemon_socket
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.wire import daemon_messages as d
@@ -50,9 +53,11 @@ class Client:
         url: Where the daemon is; the socket of this user's own if not given.
         options: See :class:`ClientOptions`.
         session: Short for ``options.session``.
+        copiers: What moves blocks to and from regions on a device, by its kind; see :class:`BlockMover`.
 
     Attributes:
         link: Its connections.
+        mover: What moves blocks to and from regions; without a thread before the first is registered.
 
     Raises:
         ConfigError: If the address or an option cannot be used. A daemon that cannot be reached is no error.
@@ -61,11 +66,13 @@ class Client:
     """
 
     def __init__(
-        self, url: str | None = None, options: ClientOptions = _DEFAULT_OPTIONS, *, session: str = ""
-    ) -> None:
+        self, url: str | None = None, options: ClientOptions = _DEFAULT_OPTIONS, *, session: str = "",
+        copiers: Mapping[str, BlockCopier] | None = None,
+    ) -> None:  # fmt: skip
         if session:
             options = replace(options, session=session)
         self.link = Link(url if url is not None else default_url(), options)
+        self.mover = BlockMover(copiers)
         self._prefetched_at = 0.0
         self._prefetches = 0
         self._polled_at = 0.0
@@ -144,9 +151,14 @@ class Client:
         self._prefetched_at = time.monotonic()
 
     def poll(self) -> list[Completion]:
-        """What ended in the background since the last call: prefetches. Asks nobody while there are none."""
-        if not self._prefetches:
-            return []
+        """What ended in the background since the last call: jobs of regions, and prefetches.
+
+        Asks nobody while there are no prefetches.
+        """
+        ended = self.mover.poll()
+        return ended + self._poll_prefetches() if self._prefetches else ended
+
+    def _poll_prefetches(self) -> list[Completion]:
         now = time.monotonic()
         if now - self._polled_at < _POLL_PAUSE_S:
             return []
@@ -190,7 +202,8 @@ class Client:
             return Stats()
 
     def close(self) -> None:
-        """End its leases and connections; the blocks stay. A second call does nothing."""
+        """End its jobs, leases and connections; the blocks stay. A second call does nothing."""
+        self.mover.close()
         self.link.close()
 
     def __enter__(self) -> Client:

@@ -23,12 +23,14 @@ from kvferry.core.errors import (
     UnavailableError,
 )
 from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens, require_key, require_keys, split_keys
+from kvferry.core.regions import Region
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
 from kvferry.wire import daemon_messages as d
 from kvferry.wire.incoming import Incoming
 
 if TYPE_CHECKING:
     from kvferry.client.client import Client
+    from kvferry.client.registration import Registration
 
 __all__ = ["ClientNamespace"]
 
@@ -284,6 +286,18 @@ class ClientNamespace:
             return line.channel.call(request, d.Stored, payload=payload, deadline=limit).blocks
 
     # ---- the rest --------------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[Region]) -> Registration:
+        """Register an engine's own paged memory: blocks are loaded into it, and saved from it, by jobs.
+
+        Args:
+            regions: All of them, with their layouts; together they hold each tensor of each layer once.
+
+        Raises:
+            ConfigError: If a layout is not known by name, or a region is not what its layout and the spec
+                say; asks nobody.
+        """
+        return self.client.mover.register(self, regions)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """Bring blocks up from slower tiers in the background; does nothing if the daemon is away."""

@@ -131,8 +131,8 @@ class EngineSession:
             if lease is not None:
                 _end(lease)
                 count += 1
-            elif self.left_behind:
-                count += sum(old.end([number]) for old in self.left_behind)
+            elif self not in self.left_behind:  # one list for all of the name: those in it ask nobody else
+                count += sum(old.end([number]) for old in list(self.left_behind))
         return count
 
     def abandon(self, numbers: Iterable[int]) -> None:

@@ -8,7 +8,8 @@
 #if defined(__x86_64__)
 #include <emmintrin.h> // SSE2, which every x86-64 has; wider stores are no faster
 
-static void copy_past_caches(uint8_t *dst, const uint8_t *src, size_t nbytes) {
+// Without the fence, which comes behind the last of several.
+static inline void copy_streamed(uint8_t *dst, const uint8_t *src, size_t nbytes) {
     size_t head = (size_t)(-(uintptr_t)dst & 63); // whole cache lines only
     if (head > nbytes) head = nbytes;
     memcpy(dst, src, head);
@@ -24,10 +25,16 @@ static void copy_past_caches(uint8_t *dst, const uint8_t *src, size_t nbytes) {
         _mm_stream_si128((__m128i *)(dst + 48), d);
     }
     memcpy(dst, src, nbytes);
-    _mm_sfence(); // whoever is told of the block afterwards sees all of it
 }
+static void copy_fence(void) { _mm_sfence(); } // whoever is told of the bytes afterwards sees all of them
 #else
-static void copy_past_caches(uint8_t *dst, const uint8_t *src, size_t nbytes) { memcpy(dst, src, nbytes); }
+static inline void copy_streamed(uint8_t *dst, const uint8_t *src, size_t nbytes) { memcpy(dst, src, nbytes); }
+static void copy_fence(void) {}
 #endif
+
+static void copy_past_caches(uint8_t *dst, const uint8_t *src, size_t nbytes) {
+    copy_streamed(dst, src, nbytes);
+    copy_fence();
+}
 
 #endif

@@ -3,6 +3,7 @@
 #include "files.h"
 #include "hash.h"
 #include "kvc.h"
+#include "pages.h"
 #include "stream.h"
 
 #include <stdlib.h>
@@ -115,6 +116,13 @@ KVC_EXPORT void kvc_errors(
 }
 // dst and src do not overlap
 KVC_EXPORT void kvc_copy(uint8_t *dst, const uint8_t *src, size_t nbytes) { copy_past_caches(dst, src, nbytes); }
+
+// Blocks from their slots to the pages of an engine, or back; see pages.h
+KVC_EXPORT size_t kvc_pages(
+    const kvc_part *parts, size_t number, const uint64_t *ids, const uint64_t *slots, size_t count, int to_pages, int stream,
+    const int32_t *stop) {
+    return pages_move(parts, number, ids, slots, count, to_pages, stream, stop);
+}
 
 // XXH3 with 64 bits. A state is kvc_hash_nbytes() bytes of the caller's, used by one thread at a time.
 KVC_EXPORT uint64_t kvc_hash_whole(const uint8_t *data, size_t nbytes) { return hash_whole(data, nbytes, chosen()); }

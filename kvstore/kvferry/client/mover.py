@@ -1,0 +1,201 @@
+"""The threads that move blocks between stores and the paged memory of engines."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvferry.client.jobs import Job, LoadJob
+from kvferry.client.registration import Registration
+from kvferry.core.blockstore import Completion, Namespace
+from kvferry.core.errors import KVFerryError, StoreError
+from kvferry.core.paged_copy import BlockCopier, HostCopier
+from kvferry.core.regions import Region, RegionPlan
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["BlockMover"]
+
+log = logging.getLogger(__name__)
+
+_MOST_COMPLETIONS: Final = 65536
+_JOIN_S: Final = 10.0
+
+
+class BlockMover:
+    """Moves blocks for any number of registrations: one thread copies, one asks the store. Thread safe.
+
+    What copies never waits for the store, so a load under way goes on, and ends by its deadline, also while
+    the store does not answer. Loads go before saves. :class:`kvferry.client.Client` has one of its own; make
+    another for a store in this process.
+
+    Args:
+        copiers: What copies, by kind of device; the host's memory is always there.
+
+    Attributes:
+        cond: Held, and notified, where the state of its jobs changes.
+    """
+
+    def __init__(self, copiers: Mapping[str, BlockCopier] | None = None) -> None:
+        self.cond = threading.Condition()
+        self._copiers: dict[str, BlockCopier] = {"cpu": HostCopier(), **(copiers or {})}
+        self._loads: dict[Job, None] = {}
+        self._saves: dict[Job, None] = {}
+        self._asks: deque[Callable[[], None]] = deque()
+        self._asked = threading.Condition()
+        self._completions: deque[Completion] = deque(maxlen=_MOST_COMPLETIONS)
+        self._woken = False
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def register(self, namespace: Namespace, regions: Sequence[Region]) -> Registration:
+        """An engine's paged memory for the blocks of a namespace.
+
+        Raises:
+            ConfigError: As :class:`RegionPlan`, and if nothing here copies on that kind of device.
+            StoreError: If it is closed.
+        """
+        plan = RegionPlan(namespace.spec, regions)
+        if plan.device not in self._copiers:
+            known = ", ".join(self._copiers)
+            raise StoreError(f"regions on {plan.device!r}: nothing here copies there; {known} can be had")
+        with self.cond:
+            self._require_open()
+            if not self._threads:
+                for name, run in (("kvferry-mover", self._move), ("kvferry-mover-asks", self._ask)):
+                    self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+                    self._threads[-1].start()
+        return Registration(self, namespace, plan)
+
+    def poll(self) -> list[Completion]:
+        """Jobs that ended since the last call, at most the last 65,536; near-free when there are none."""
+        if not self._completions:
+            return []
+        found = []
+        while self._completions:
+            found.append(self._completions.popleft())
+        return found
+
+    @property
+    def jobs(self) -> int:
+        """Jobs that are not over."""
+        return len(self._loads) + len(self._saves)
+
+    def close(self) -> None:
+        """Cancel all jobs and end the threads; a second call does nothing."""
+        with self.cond:
+            if self._closed:
+                return
+            self._closed = True
+            jobs = [*self._loads, *self._saves]
+        for job in jobs:
+            job.cancel()
+        self.wake()
+        with self._asked:
+            self._asked.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+
+    def __enter__(self) -> BlockMover:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- for its jobs ----------------------------------------------------------------------------
+
+    def copier(self, job: Job) -> BlockCopier:
+        """What copies for a job."""
+        return self._copiers[job.registration.plan.device]
+
+    def add(self, job: Job) -> None:
+        """Take a job on.
+
+        Raises:
+            StoreError: If it is closed.
+        """
+        with self.cond:
+            self._require_open()
+            (self._loads if isinstance(job, LoadJob) else self._saves)[job] = None
+        self.wake()
+
+    def ended(self, job: Job) -> None:
+        """A job is over."""
+        failed = job.failed_blocks()
+        seconds = time.monotonic() - job.began
+        with self.cond:
+            self._loads.pop(job, None)
+            self._saves.pop(job, None)
+        self._completions.append(Completion(job.name, job.kind, not failed, job.nbytes, seconds, failed))
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Have something asked of the store by the thread that may wait for it."""
+        with self._asked:
+            self._asks.append(question)
+            self._asked.notify()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        with self.cond:
+            self._woken = True
+            self.cond.notify_all()
+
+    # ---- the threads -----------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError("the mover of blocks is closed")
+
+    def _move(self) -> None:
+        while True:
+            with self.cond:
+                if self._closed and not self.jobs:
+                    return
+                self._woken = False
+                jobs = [*self._loads, *self._saves]
+            pause = self._step_one(jobs)
+            if pause == 0:
+                continue
+            with self.cond:
+                if not self._woken:
+                    self.cond.wait(pause)
+
+    def _step_one(self, jobs: Sequence[Job]) -> float | None:
+        """Let the first do something that can; seconds until one may."""
+        now = time.monotonic()
+        pause = float("inf")
+        for job in jobs:
+            try:
+                wait = job.step(now)
+            except KVFerryError as error:
+                job.fail(error)
+                wait = 0.0
+            except Exception as error:
+                log.warning("%r failed", job, exc_info=True)
+                job.fail(StoreError(f"{job!r}: {error!r}"))
+                wait = 0.0
+            if wait == 0:
+                return 0.0
+            pause = min(pause, job.next_look() - now if wait is None else wait)
+        return None if pause == float("inf") else max(1e-6, pause)
+
+    def _ask(self) -> None:
+        while True:
+            with self._asked:
+                while not self._asks:
+                    if self._closed:
+                        return
+                    self._asked.wait(1.0)
+                question = self._asks.popleft()
+            try:
+                question()
+            except Exception:
+                log.exception("asking the store for a job")
