@@ -98,8 +98,8 @@ def parse_url(
     elif not _SCHEME.fullmatch(scheme):
         raise ConfigError(f"address {text!r}: {scheme!r} is not a scheme, write one as in tcp://host:port")
     place, _, query = rest.partition("?")
-    if "@" in place:  # not shown: a password may stand there
-        raise ConfigError(f"a {scheme} address has no user or password before an '@': {_FORMS}")
+    if "@" in place:
+        raise _at_sign(scheme, place)
     if "#" in rest:
         raise ConfigError(f"address {text!r}: has a '#', write %23 for it")
     found = _parse_options(text, query)
@@ -137,6 +137,13 @@ def _check_options(text: str, scheme: str, found: Mapping[str, str], known: Coll
             existing = f"known: {', '.join(sorted(known))}" if known else "it has none"
             near = did_you_mean(name, known)
             raise ConfigError(f"address {text!r}: {name!r} is not an option of {scheme}{near} ({existing})")
+
+
+def _at_sign(scheme: str, place: str) -> ConfigError:
+    if scheme == "unix" and place.startswith("@"):
+        return ConfigError("unix://@…: abstract names have no permissions, write unix:///path")
+    # not shown: a password may stand there
+    return ConfigError(f"a {scheme} address has no user or password before an '@': {_FORMS}")
 
 
 def _parse_path(text: str, place: str) -> str:

@@ -191,7 +191,7 @@ def test_folders_that_cannot_be_used(text: str, match: str) -> None:
         ("unix:///s?allow_uid=root", "write numbers"),
         ("unix:///s?allow_gid=1,,2", "write numbers"),
         ("unix:///s?allow_uid=4294967295", "write numbers"),
-        ("unix://@abstract", "before an '@'"),
+        ("unix://@abstract", "abstract names have no permissions, write unix:///path"),
     ],
 )
 def test_addresses_that_make_no_sense(text: str, match: str) -> None:

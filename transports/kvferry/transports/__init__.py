@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvferry.core.errors import ConfigError, ConnectError, KVFerryError
 from kvferry.core.registry import Registry
 from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
 from kvferry.transports.choices import Choice, explain, recent_choices
+from kvferry.transports.ip import reason_of
 from kvferry.transports.region import RegionTransport
 
 __all__ = [
@@ -48,6 +50,8 @@ def get_transport(scheme: str) -> Transport:
 
 
 def _transport_of(url: str) -> Transport:
+    if not isinstance(url, str):
+        raise ConfigError(f"{url!r} is no address: write one as text, as in tcp://127.0.0.1:8410")
     scheme, separator, _ = url.strip().partition("://")
     return get_transport(scheme if separator else _DEFAULT_SCHEME)
 
@@ -59,7 +63,13 @@ def connect(url: str, deadline: float) -> Connection:
         ConnectError: If it cannot be reached by the deadline; the message names the address.
         ConfigError: If the URL or one of its options is malformed, or its scheme is unknown.
     """
-    return _transport_of(url).connect(url, deadline)
+    transport = _transport_of(url)
+    try:
+        return transport.connect(url, deadline)
+    except KVFerryError:
+        raise
+    except OSError as error:
+        raise ConnectError(f"cannot connect to {url}: {reason_of(error)}") from error
 
 
 def listen(url: str) -> Listener:
@@ -69,4 +79,10 @@ def listen(url: str) -> Listener:
         ConnectError: If it cannot be bound; the message names the address, the reason and the remedy.
         ConfigError: If the URL or one of its options is malformed, or its scheme is unknown.
     """
-    return _transport_of(url).listen(url)
+    transport = _transport_of(url)
+    try:
+        return transport.listen(url)
+    except KVFerryError:
+        raise
+    except OSError as error:
+        raise ConnectError(f"cannot listen on {url}: {reason_of(error)}") from error

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from kvferry.core.address import Address
 from kvferry.core.errors import ConfigError, ConnectError
 
-__all__ = ["SockAddr", "bind", "dial", "dialable_address", "reason_of", "tune", "url_of"]
+__all__ = ["OUT_OF_FILES", "SockAddr", "bind", "dial", "dialable_address", "reason_of", "tune", "url_of"]
 
 SockAddr: TypeAlias = "tuple[Any, ...]"
 _AddrInfo: TypeAlias = "tuple[socket.AddressFamily, SockAddr]"
@@ -19,6 +19,7 @@ _BACKLOG: Final = 1024
 _ROUTED: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _LOOPBACK: Final = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - recognised here, never a default
+OUT_OF_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 
@@ -41,6 +42,8 @@ def dial(parsed: Address, deadline: float) -> socket.socket:
         try:
             return _connect_one(family, sockaddr, deadline)
         except OSError as error:
+            if error.errno in OUT_OF_FILES:  # whatever the address
+                raise ConnectError(f"cannot connect to {parsed.url}: {reason_of(error)}") from error
             reasons.append(f"{_host_text(sockaddr)}: {reason_of(error)}")
     raise ConnectError(
         f"cannot connect to {parsed.url}: {'; '.join(reasons)}. Check that it is running and reachable"
@@ -65,7 +68,9 @@ def bind(parsed: Address) -> socket.socket:
         errno.EACCES: "ports below 1024 need a right that this process lacks, choose a higher one",
     }.get(failure.errno or 0 if failure else 0, "check the address")
     reason = reason_of(failure) if failure else "the host has no address"
-    raise ConnectError(f"cannot listen on {parsed.url}: {reason}; {remedy}") from failure
+    if failure is None or failure.errno not in OUT_OF_FILES:
+        reason = f"{reason}; {remedy}"
+    raise ConnectError(f"cannot listen on {parsed.url}: {reason}") from failure
 
 
 def dialable_address(sock: socket.socket, asked: Address) -> str:
@@ -98,6 +103,8 @@ def reason_of(error: Exception) -> str:
     """What a message says of a system's error."""
     if isinstance(error, TimeoutError):
         return "no answer by the deadline"
+    if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+        return f"{error.strerror}: allow more (ulimit -n), or close connections"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvferry.core.errors import ConfigError
+from kvferry.transports.ip import OUT_OF_FILES
 from kvferry.transports.unix_options import parse_ids
 
 __all__ = ["AllowedUsers", "is_local", "owner_of_peer", "parse_allowed"]
@@ -43,7 +44,11 @@ class AllowedUsers:
         return bool(self.uids) or self.anybody
 
     def problem_with_peer(self, sock: socket.socket) -> str:
-        """Why the other end of ``sock`` may not be there; empty if it may, or is on another machine."""
+        """Why the other end of ``sock`` may not be there; empty if it may, or is on another machine.
+
+        Raises:
+            OSError: If no file can be opened to look.
+        """
         if self.anybody or not is_local(sock):
             return ""
         uid = owner_of_peer(sock)
@@ -86,6 +91,9 @@ def owner_of_peer(sock: socket.socket) -> int | None:
     """The user whose process holds the other end of ``sock``; ``None`` if that cannot be found.
 
     An end that its process has closed, or has not accepted yet, is nobody's: the kernel lists it with uid 0.
+
+    Raises:
+        OSError: If no file can be opened to look.
     """
     try:
         own, peer = sock.getsockname(), sock.getpeername()
@@ -99,7 +107,9 @@ def owner_of_peer(sock: socket.socket) -> int | None:
         for table in _TABLES:
             try:
                 data = table.read_bytes()
-            except OSError:
+            except OSError as error:
+                if error.errno in OUT_OF_FILES:
+                    raise
                 continue
             for needle in wanted:
                 at = data.find(needle)

@@ -128,10 +128,7 @@ class TcpListener(Listener):
             return None
         except OSError as error:
             self._check_open()
-            raise TransportError(
-                f"cannot accept on {self._address}: {reason_of(error)}; "
-                "if it is for too many open files, allow more (ulimit -n) or close connections"
-            ) from error
+            raise TransportError(f"cannot accept on {self._address}: {reason_of(error)}") from error
 
     def _accept_lanes(self, assembler: LaneAssembler, deadline: float) -> Connection:
         # One thread puts sockets together, the others wait for their turn, which ends with a connection.

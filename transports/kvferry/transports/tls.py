@@ -251,10 +251,7 @@ class TlsListener(Listener):
         except OSError as error:
             self._paused_until = time.monotonic() + _PAUSE_S
             with self._condition:
-                self._failure = TransportError(
-                    f"cannot accept on {self._address}: {reason_of(error)}; "
-                    "if it is for too many open files, allow more (ulimit -n) or close connections"
-                )
+                self._failure = TransportError(f"cannot accept on {self._address}: {reason_of(error)}")
                 self._condition.notify_all()
             return
         sock.setblocking(False)

@@ -10,6 +10,7 @@ from typing import Final
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import AuthError, ConfigError, ConnectError, TransportError
 from kvferry.core.units import parse_rate
+from kvferry.transports.ip import OUT_OF_FILES, reason_of
 
 __all__ = ["TlsAddress", "TlsSession", "handshake_error", "stream_error"]
 
@@ -178,9 +179,8 @@ class TlsAddress:
             with Path(path).open("rb"):
                 pass
         except OSError as error:
-            raise ConfigError(
-                f"{self.address.url}: {option}={path} cannot be read: {error.strerror or error}"
-            ) from error
+            kind = ConnectError if error.errno in OUT_OF_FILES else ConfigError
+            raise kind(f"{self.address.url}: {option}={path} cannot be read: {reason_of(error)}") from error
 
 
 def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:

@@ -33,6 +33,7 @@ from kvferry.core.errors import (
 from kvferry.core.log import LogLimiter
 from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
 from kvferry.transports.hashed_socket import HashedSocketConnection
+from kvferry.transports.ip import reason_of
 from kvferry.transports.sockets import GuardedSocket, poll_timeout_ms
 from kvferry.transports.unix_options import UnixOptions, parse_unix
 from kvferry.transports.unix_path import SocketFile, bind_path, peer_credentials
@@ -71,7 +72,10 @@ class UnixTransport(Transport):
             ConfigError: See :meth:`Transport.connect`.
         """
         parsed, settings = parse_unix(address)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConnectError(f"cannot connect to {parsed.url}: {reason_of(error)}") from error
         try:
             _dial(sock, parsed, deadline)
             credentials = pid, uid, gid = peer_credentials(sock)
@@ -159,10 +163,7 @@ class UnixListener(Listener):
             except OSError as error:
                 if self._guard.closed:
                     continue
-                raise TransportError(
-                    f"cannot accept on {self._address}: {error.strerror}; "
-                    "if it is for too many open files, allow more (ulimit -n) or close connections"
-                ) from error
+                raise TransportError(f"cannot accept on {self._address}: {reason_of(error)}") from error
 
     def _admit(self, sock: socket.socket) -> Connection | None:
         try:

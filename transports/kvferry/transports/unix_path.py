@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.core.errors import ConnectError
+from kvferry.transports.ip import OUT_OF_FILES, reason_of
 
 __all__ = ["SocketFile", "bind_path", "peer_credentials"]
 
@@ -69,8 +70,9 @@ def bind_path(path: str, mode: int) -> tuple[socket.socket, SocketFile]:
             _clear(path)
             return _bind(path, mode)
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "check the path")
-        raise ConnectError(f"cannot listen on unix://{path}: {error.strerror}; {remedy}") from error
+        remedy = "" if error.errno in OUT_OF_FILES else _REMEDIES.get(error.errno or 0, "check the path")
+        why = reason_of(error) + (f"; {remedy}" if remedy else "")
+        raise ConnectError(f"cannot listen on unix://{path}: {why}") from error
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from kvferry.transports.auto.offers import (
     parse_body,
     parse_prefix,
 )
-from kvferry.transports.ip import SockAddr
+from kvferry.transports.ip import SockAddr, reason_of
 from kvferry.transports.lanes import MAGIC as LANE_MAGIC
 from kvferry.transports.lanes import LaneAssembler, Laned
 from kvferry.transports.sockets import poll_timeout_ms
@@ -153,9 +153,8 @@ class Port:
         except OSError as error:  # gone again, or no descriptor is left
             if not isinstance(error, (BlockingIOError, ConnectionAbortedError)):
                 self._limiter.log(
-                    logging.WARNING, "accept", "cannot accept on %s: %s; if it is for too many open files, "
-                    "allow more (ulimit -n) or close connections", self._name, error.strerror,
-                )  # fmt: skip
+                    logging.WARNING, "accept", "cannot accept on %s: %s", self._name, reason_of(error)
+                )
                 time.sleep(_PAUSE_S)
             return
         sock.setblocking(False)

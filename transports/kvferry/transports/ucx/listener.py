@@ -157,7 +157,9 @@ class UcxListener(Listener):
             sock, sockaddr = self._sock.accept()
         except OSError as error:  # gone again, or no descriptor is left
             if not isinstance(error, (BlockingIOError, ConnectionAbortedError)):
-                self._limiter.log(logging.WARNING, "accept", "cannot accept on %s: %s", self._address, error)
+                self._limiter.log(
+                    logging.WARNING, "accept", "cannot accept on %s: %s", self._address, ip.reason_of(error)
+                )
                 time.sleep(_PAUSE_S)
             return
         sock.setblocking(False)

@@ -1,0 +1,87 @@
+"""A process that may open no more files: every transport says so, and goes on when it may again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConfigError, ConnectError
+from kvferry.transports import connect, listen
+from kvferry.transports.peer_owner import AllowedUsers
+
+LONG_S = 30.0
+SCHEMES = ["tcp", "lanes", "tls", "unix", "auto", "ucx"]
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """None can be opened meanwhile."""
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("certificates")
+    ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    ca.cert_pem.write_to_path(folder / "ca")
+    ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(folder / "own")
+    return f"cert={folder}/own&ca={folder}/ca"
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, options: str) -> Iterator[str]:
+    scheme: str = request.param
+    if scheme == "ucx":
+        pytest.importorskip("ucxx")
+    with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
+        yield {
+            "lanes": "tcp://127.0.0.1:0?lanes=2",
+            "tls": f"tls://127.0.0.1:0?{options}",
+            "unix": f"unix://{Path(folder) / 's'}",
+        }.get(scheme, f"{scheme}://127.0.0.1:0")
+
+
+@pytest.mark.parametrize("url", SCHEMES, indirect=True)
+def test_no_more_files(url: str) -> None:
+    with contextlib.closing(listen(url)) as listener:
+        connect(listener.address, deadline_in(LONG_S)).close()  # loads what it needs
+        listener.accept(deadline_in(LONG_S)).close()
+        with no_more_files(), pytest.raises(ConnectError, match="ulimit -n"):
+            connect(listener.address, deadline_in(LONG_S))
+    with no_more_files(), pytest.raises(ConnectError, match="ulimit -n"):
+        listen(url)
+    with contextlib.closing(listen(url)) as listener:
+        connect(listener.address, deadline_in(LONG_S)).close()
+
+
+def test_the_owner_of_a_peer_is_not_unknown_for_want_of_files() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        no_more_files(),
+        pytest.raises(OSError, match="Too many open files"),
+    ):
+        AllowedUsers().problem_with_peer(one)
+
+
+@pytest.mark.parametrize("call", [listen, lambda url: connect(url, deadline_in(1))])
+def test_what_is_no_text_is_no_address(call: Callable[[str], object]) -> None:
+    for wrong in (None, 8410, b"tcp://127.0.0.1:0", Path("/tmp/s")):
+        with pytest.raises(ConfigError, match="write one as text"):
+            call(wrong)  # type: ignore[arg-type]
