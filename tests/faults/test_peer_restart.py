@@ -254,7 +254,9 @@ def test_c111_a_peer_that_comes_back_with_fewer_blocks() -> None:
 
 def _refuses_block(end: DecodeEnd, kv: PromptKV, block: int) -> None:
     with contextlib.closing(end.connect()) as channel:
-        begin = m.BeginStream(stream="t", spec=kv.spec, keys=b"".join(kv.keys), tail_tokens=0)
+        begin = m.BeginStream(
+            stream="t", spec=kv.spec, keys=b"".join(kv.keys), tail_tokens=0, tells_lossy=True
+        )
         channel.call(begin, m.StreamReady, deadline=deadline_in(10))
         receiver = end.receiver(deadline_in(10))
         put = m.PutLayer(layer=0, blocks=(block,))

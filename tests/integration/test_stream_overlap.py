@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import pytest
 
@@ -44,10 +44,10 @@ class SendsAtTheEnd(LayerSender):
     def put_layer(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> None:
         self._kept.append((layer, blocks))
 
-    def finish(self, handoff: Handoff, deadline: float) -> StreamDone:
+    def finish(self, handoff: Handoff, deadline: float, *, lossy: Collection[int] = ()) -> StreamDone:
         for layer, blocks in self._kept:
             super().put_layer(layer, blocks)
-        return super().finish(handoff, deadline)
+        return super().finish(handoff, deadline, lossy=lossy)
 
 
 def _ratio(store: MemoryStore, kind: type[LayerSender], chunks: int = 1) -> float:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final
 
+import msgspec
+
 from kvferry.client.leases import ClientReadLease, ClientWriteLease
 from kvferry.client.link import GRACE_S, Link
 from kvferry.client.mover import BlockMover
@@ -107,12 +109,15 @@ class Client:
         """Why the daemon cannot be reached; empty if it can."""
         return self.link.away
 
-    def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> ClientNamespace:
+    def namespace(
+        self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE, *, takes_lossy: bool = False
+    ) -> ClientNamespace:
         """The namespace of ``spec`` and ``scope``; nothing is asked before its first call.
 
-        A daemon that understands the spec otherwise refuses it there (:class:`SpecMismatchError`).
+        A daemon that understands the spec otherwise refuses it there (:class:`SpecMismatchError`). One that
+        is too old to leave out what has lost something gives nothing, unless ``takes_lossy``.
         """
-        return ClientNamespace(self, spec, scope)
+        return ClientNamespace(self, spec, scope, takes_lossy=takes_lossy)
 
     def find_lease(self, lease_id: str) -> ClientReadLease | ClientWriteLease | None:
         """The lease of that id, taken by another process of the session; ``None`` if it has ended.
@@ -136,12 +141,14 @@ class Client:
             if found.spec is None:
                 raise line.wrong("a lease without a spec")
             keys: tuple[BlockKey, ...] = tuple(split_keys(found.keys))
+            if found.lossy is not msgspec.UNSET and max(found.lossy, default=0) >= len(keys):
+                raise line.wrong(f"lossy blocks {found.lossy[:8]} among {len(keys)}")
             namespace = self.namespace(found.spec)
             blocks = namespace.take_found(line, incoming, found, len(keys), deadline)
             kind = ClientReadLease if found.kind == "read" else ClientWriteLease
             return kind(
                 self.link, found.spec, keys, number=number, epoch=line.epoch, blocks=blocks,
-                expires_at=line.local(found.expires_at), found=True,
+                expires_at=line.local(found.expires_at), found=True, lossy=found.lossy,
             )  # fmt: skip
 
     def prefetching(self, epoch: str) -> None:

@@ -96,6 +96,7 @@ class _ClientLease:
     Attributes:
         number: What the daemon knows it by.
         expires_at: On this process's clock, not later than the daemon's own end of it.
+        lossy: Numbers of the blocks that have lost something.
     """
 
     kind = ""
@@ -103,6 +104,7 @@ class _ClientLease:
     def __init__(
         self, link: Link, spec: KVSpec, keys: tuple[BlockKey, ...], *, number: int = 0, epoch: str = "",
         blocks: MappedBlocks | OwnBlocks | None = None, expires_at: float = _NEVER, found: bool = False,
+        lossy: Iterable[int] | msgspec.UnsetType = msgspec.UNSET,
     ) -> None:  # fmt: skip
         self._link = link
         self.spec = spec
@@ -110,6 +112,7 @@ class _ClientLease:
         self.number = number
         self.epoch = epoch
         self.expires_at = expires_at if keys else _NEVER
+        self.lossy = frozenset[int]() if lossy is msgspec.UNSET else checked_indexes(lossy, len(keys))
         self._blocks = blocks
         self._lock = threading.Lock()
         self._over = ""
@@ -251,11 +254,10 @@ class ClientWriteLease(_ClientLease):
     kind = "write"
     _writings = 0
     _quarantined = False
-    _lossy: frozenset[int] = frozenset()
 
     def mark_lossy(self, indexes: Iterable[int]) -> None:
         """Blocks that have lost something; the daemon hears of it with the commit."""
-        self._lossy |= checked_indexes(indexes, len(self))
+        self.lossy |= checked_indexes(indexes, len(self))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -315,7 +317,7 @@ class ClientWriteLease(_ClientLease):
         count, expires_at = self._commit(None, number)
         return count, ClientReadLease(
             self._link, self.spec, self.keys, number=number, epoch=self.epoch, blocks=self._blocks,
-            expires_at=expires_at,
+            expires_at=expires_at, lossy=self.lossy,
         )  # fmt: skip
 
     def abort(self) -> None:
@@ -368,7 +370,7 @@ class ClientWriteLease(_ClientLease):
         with self._link.line(deadline, epoch=self.epoch) as line:
             request = d.CommitBlocks(
                 lease=self.number, timeout_s=max(0.0, deadline - time.monotonic()), publish=publish,
-                lossy=tuple(sorted(self._lossy)) or msgspec.UNSET,
+                lossy=tuple(sorted(self.lossy)) or msgspec.UNSET,
                 ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
             answer = line.channel.call(request, d.Stored, payload=payload, deadline=deadline)

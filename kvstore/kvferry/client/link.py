@@ -66,7 +66,7 @@ class Line:
         channel: It.
         epoch: The run of the daemon at its other end.
         shares: Whether blocks are exchanged by address.
-        opened: Namespaces opened on it, by id.
+        opened: Namespaces opened on it, by id and whether lossy blocks are taken.
         ended: Leases whose end was sent with the request under way.
         abandoned: The same of those whose answer never came.
     """
@@ -74,7 +74,7 @@ class Line:
     link: Link
     channel: Channel
     shares: bool
-    opened: dict[bytes, d.NamespaceOpened] = field(default_factory=dict)
+    opened: dict[tuple[bytes, bool], d.NamespaceOpened] = field(default_factory=dict)
     ended: tuple[int, ...] = ()
     abandoned: tuple[int, ...] = ()
     idle_since: float = 0.0

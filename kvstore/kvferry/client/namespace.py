@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import msgspec
+
 from kvferry.client.leases import ClientReadLease, ClientWriteLease, MappedBlocks, OwnBlocks
 from kvferry.client.link import GRACE_S, Line, Link
 from kvferry.core import keys as _keys
@@ -49,7 +51,8 @@ class ClientNamespace:
     turns out to be dead, if that cannot do anything twice.
     """
 
-    def __init__(self, client: Client, spec: KVSpec, scope: KeyScope) -> None:
+    def __init__(self, client: Client, spec: KVSpec, scope: KeyScope, *, takes_lossy: bool = False) -> None:
+        self.takes_lossy = takes_lossy
         self.client = client
         self.spec = spec
         self.scope = scope
@@ -82,8 +85,11 @@ class ClientNamespace:
 
     def _lookup(self, keys: Sequence[BlockKey], deadline: float) -> Hit:
         with self._link.line(deadline) as line:
+            opened = self._open(line, deadline)
+            if not self._may_read(opened):
+                return Hit((None,) * len(keys))
             request = d.LookupBlocks(
-                namespace=self._open(line, deadline).namespace, keys=b"".join(keys),
+                namespace=opened.namespace, keys=b"".join(keys),
                 ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
             answer = line.call(request, d.LookedUp, deadline)
@@ -111,6 +117,8 @@ class ClientNamespace:
         number = self._link.new_number()
         with self._link.line(limit) as line:
             opened = self._open(line, limit)
+            if not self._may_read(opened):
+                return ClientReadLease(self._link, self.spec, ())
             inline = not (line.shares and opened.shared)
             request = d.LoadBlocks(
                 namespace=opened.namespace, keys=b"".join(keys), lease=number, timeout_s=_left(limit),
@@ -126,8 +134,21 @@ class ClientNamespace:
             expires_at = line.local(answer.expires_at)
             return ClientReadLease(
                 self._link, self.spec, tuple(keys[: answer.blocks]), number=number, epoch=line.epoch,
-                blocks=blocks, expires_at=expires_at,
+                blocks=blocks, expires_at=expires_at, lossy=self._told_lossy(line, answer),
             )  # fmt: skip
+
+    def _may_read(self, opened: d.NamespaceOpened) -> bool:
+        """Whether what the daemon gives is what this reader takes; one that is older cannot tell it apart."""
+        if self.takes_lossy or opened.lossless is True:
+            return True
+        self._link.count("refused_reads")
+        return False
+
+    def _told_lossy(self, line: Line, answer: d.Loaded) -> tuple[int, ...] | msgspec.UnsetType:
+        lossy = answer.lossy
+        if lossy is not msgspec.UNSET and (not self.takes_lossy or max(lossy, default=0) >= answer.blocks):
+            raise line.wrong(f"lossy blocks {lossy[:8]} among {answer.blocks}")
+        return lossy
 
     def _take_mapped(
         self, line: Line, request: d.LoadBlocks, limit: float
@@ -356,10 +377,14 @@ class ClientNamespace:
 
     def _open(self, line: Line, deadline: float) -> d.NamespaceOpened:
         """What this namespace is called on a connection."""
-        found = line.opened.get(self.namespace_id)
+        name = (self.namespace_id, self.takes_lossy)
+        found = line.opened.get(name)
         if found is None:
-            request = d.OpenNamespace(spec=self.spec, scope=self.scope, namespace_id=self.namespace_id)
-            found = line.opened[self.namespace_id] = line.call(request, d.NamespaceOpened, deadline)
+            request = d.OpenNamespace(
+                spec=self.spec, scope=self.scope, namespace_id=self.namespace_id,
+                lossless=msgspec.UNSET if self.takes_lossy else True,
+            )  # fmt: skip
+            found = line.opened[name] = line.call(request, d.NamespaceOpened, deadline)
         return found
 
     @staticmethod

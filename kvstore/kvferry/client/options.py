@@ -70,6 +70,8 @@ class ClientCounters:
         refused_saves: Saves and reservations refused because it was away.
         refused_blocks: Their blocks.
         timeouts: Calls that had no answer by their deadline.
+        refused_reads: Lookups and loads that were not asked for, since the daemon is too old to leave out
+            blocks that have lost something.
     """
 
     connects: int = 0
@@ -80,3 +82,4 @@ class ClientCounters:
     refused_saves: int = 0
     refused_blocks: int = 0
     timeouts: int = 0
+    refused_reads: int = 0

@@ -204,12 +204,13 @@ class PeerClient:
                 self._itself = f"peer {self.url} is this daemon itself: leave it out of its own peers"
                 raise ConfigError(self._itself)
             wanted = self._named(namespace)
-            opened = line.opened.get(wanted.namespace_id)
+            name = (wanted.namespace_id, True)  # what has lost something is told, block by block
+            opened = line.opened.get(name)
             if opened is None:
                 request = d.OpenNamespace(
                     spec=wanted.spec, scope=wanted.scope, namespace_id=wanted.namespace_id
                 )
-                opened = line.opened[wanted.namespace_id] = line.call(request, d.NamespaceOpened, deadline)
+                opened = line.opened[name] = line.call(request, d.NamespaceOpened, deadline)
             yield line, opened.namespace
 
     def _named(self, namespace: TierNamespace) -> TierNamespace:

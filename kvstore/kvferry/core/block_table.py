@@ -10,15 +10,19 @@ import enum
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from kvferry.core.arena import Arena
 from kvferry.core.block_events import BlockJournal
-from kvferry.core.chains import Block, ChainIndex
+from kvferry.core.chains import Block, ChainIndex, ExactBlocks, StoredBlocks
 from kvferry.core.errors import StoreError
 from kvferry.core.eviction import Entry, EvictionPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.core.segments import Slot
+
+if TYPE_CHECKING:
+    from kvferry.core.memory_namespace import MemoryNamespace
 
 __all__ = ["BlockTable", "Leave"]
 
@@ -70,13 +74,17 @@ class BlockTable:
         index = self.indexes.get(namespace_id)
         return None if index is None else index.entries.get(key)
 
-    def prefix(self, namespace_id: bytes, keys: Iterable[BlockKey]) -> list[Block]:
-        """The longest stored prefix of ``keys``."""
-        index = self.indexes.get(namespace_id)
-        found: list[Block] = []
+    def found_by(self, namespace: MemoryNamespace) -> StoredBlocks:
+        """What a reader finds; one who takes no loss only what has lost nothing."""
+        index = self.indexes.get(namespace.namespace_id)
         if index is None:
-            return found
-        get = index.entries.get
+            return {}
+        return index.entries if namespace.takes_lossy or not index.lossy else ExactBlocks(index.entries)
+
+    def prefix(self, namespace: MemoryNamespace, keys: Iterable[BlockKey]) -> list[Block]:
+        """The longest prefix of ``keys`` that a reader finds."""
+        found: list[Block] = []
+        get = self.found_by(namespace).get
         for key in keys:
             block = get(key)
             if block is None:
@@ -93,6 +101,7 @@ class BlockTable:
         index = block.index
         block.stored = True  # first: the slot of a block in the index that says otherwise would be given away
         index.add(block)
+        index.lossy += block.lossy
         self.entries += 1
         self.stored_nbytes += index.slot_nbytes
         if block.holds:
@@ -104,9 +113,18 @@ class BlockTable:
 
     def publish_all(
         self, namespace_id: bytes, slot_nbytes: int, keys: Iterable[BlockKey],
-        parents: Iterable[BlockKey | None], slots: Sequence[Slot],
+        parents: Iterable[BlockKey | None], slots: Sequence[Slot], lossy: Collection[int] = (),
     ) -> list[Block]:  # fmt: skip
         """Store blocks whose slots are filled, given from head to tail.
+
+        Args:
+            namespace_id: Whose.
+            slot_nbytes: Of each.
+            keys: Their keys.
+            parents: The key before each.
+            slots: Where each lies.
+            lossy: The numbers of those that have lost something; the others take the place of stored ones
+                that have.
 
         Returns:
             A block for each; ``stored`` says which are new. Of the others somebody was faster, and equal keys
@@ -114,12 +132,26 @@ class BlockTable:
         """
         index = self.indexes.get(namespace_id) or self.index(namespace_id, slot_nbytes)
         blocks = [Block(index, k, p, s) for k, p, s in zip(keys, parents, slots, strict=True)]
+        for number in lossy:
+            blocks[number].lossy = True
         stored = index.entries
         for block in reversed(blocks):
             if block.key not in stored:
                 self.add(block)
                 self.saved_blocks += 1
+            elif index.lossy and not block.lossy and stored[block.key].lossy:
+                self.replace(stored[block.key], block)
+                self.saved_blocks += 1
         return blocks
+
+    def replace(self, lossy: Block, exact: Block) -> None:
+        """Store a block in the place of one of the same key that has lost something; a pin stays."""
+        until = self._pinned_until.get(lossy)
+        self.forget(lossy)
+        self.indexes[exact.index.namespace_id] = exact.index  # it went if this was its only block
+        self.add(exact)
+        if until is not None:
+            self.pin(exact, until)
 
     def index(self, namespace_id: bytes, slot_nbytes: int) -> ChainIndex[Block]:
         """The index of a namespace, made if there is none."""
@@ -138,6 +170,7 @@ class BlockTable:
             index.attach(block)
         tail = index.discard(block)
         block.stored = False
+        index.lossy -= block.lossy
         if self.journal.feeds:
             self.journal.note(False, index.namespace_id, block.key)
         self.policy.removed(block)

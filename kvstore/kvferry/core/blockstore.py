@@ -120,6 +120,11 @@ class ReadLease(Lease, Protocol):
     the last read. As a context manager it releases at the end.
     """
 
+    @property
+    def lossy(self) -> frozenset[int]:
+        """Numbers of the blocks that are not what was computed; only where the namespace takes such."""
+        ...
+
     def check(self) -> None:
         """Confirm that all that was read so far is right.
 
@@ -155,9 +160,11 @@ class WriteLease(Lease, Protocol):
         ...
 
     def mark_lossy(self, indexes: Iterable[int]) -> None:
-        """Say, before :meth:`commit`, which blocks are not what was computed: a lossy codec brought them.
+        """Say, before :meth:`commit`, which blocks are not what was computed from the tokens alone.
 
-        Stored they stay marked: they reach no tier that takes no loss.
+        That is: a lossy codec brought them, or they were computed behind a block that has lost something.
+        Stored they stay marked: they reach no reader and no tier that takes no loss. The others take the
+        place of stored blocks of their keys that have lost something.
 
         Args:
             indexes: Numbers of blocks of this lease.
@@ -204,6 +211,10 @@ class WriteLease(Lease, Protocol):
 class Namespace(Protocol):
     """The blocks of one spec and scope, for one tenant. Thread safe.
 
+    One that does not take lossy blocks (:attr:`takes_lossy`, the default) finds only what was computed
+    exactly: for every verb but ``remove``, ``clear`` and ``unpin`` a block that has lost something is not
+    stored, and a save of its key replaces it.
+
     Every verb that takes keys raises ``ConfigError`` if one of them is not 32 bytes.
     """
 
@@ -215,6 +226,11 @@ class Namespace(Protocol):
     @property
     def scope(self) -> KeyScope:
         """Adapter and salt."""
+        ...
+
+    @property
+    def takes_lossy(self) -> bool:
+        """Whether blocks that have lost something are found. What is saved behind one has lost, too."""
         ...
 
     def keys(self, tokens: Tokens, *, media: Sequence[Media] = ()) -> list[BlockKey]:
@@ -293,8 +309,20 @@ class Namespace(Protocol):
 class BlockStore(Protocol):
     """A store of KV blocks. Thread safe; ``close`` waits for its threads."""
 
-    def namespace(self, spec: KVSpec, scope: KeyScope = KeyScope()) -> Namespace:  # noqa: B008
-        """The namespace of ``spec`` and ``scope``; cheap, the same blocks each time."""
+    def namespace(
+        self,
+        spec: KVSpec,
+        scope: KeyScope = KeyScope(),  # noqa: B008
+        *,
+        takes_lossy: bool = False,
+    ) -> Namespace:
+        """The namespace of ``spec`` and ``scope``; cheap, the same blocks each time.
+
+        Args:
+            spec: Shape and identity of the blocks.
+            scope: Adapter and salt.
+            takes_lossy: Whether blocks that have lost something are found too: answers may differ.
+        """
         ...
 
     def poll(self) -> list[Completion]:

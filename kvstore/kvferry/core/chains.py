@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from kvferry.core.eviction import Entry
 from kvferry.core.keys import BlockKey
 from kvferry.core.segments import Slot
 
-__all__ = ["Block", "ChainIndex"]
+__all__ = ["Block", "ChainIndex", "ExactBlocks", "StoredBlocks"]
 
 E = TypeVar("E", bound=Entry)
 _NOT_ASKED: Final = -1
@@ -23,14 +23,16 @@ class ChainIndex(Generic[E]):
         namespace_id: The 32 bytes of the namespace.
         entries: The entries by key; for reading only.
         slot_nbytes: Bytes that one of its blocks takes up, the same for all.
+        lossy: How many of the entries have lost something; whoever adds and discards them counts.
     """
 
-    __slots__ = ("_orphans", "entries", "namespace_id", "slot_nbytes")
+    __slots__ = ("_orphans", "entries", "lossy", "namespace_id", "slot_nbytes")
 
     def __init__(self, namespace_id: bytes, slot_nbytes: int) -> None:
         self.namespace_id = namespace_id
         self.slot_nbytes = slot_nbytes
         self.entries: dict[BlockKey, E] = {}
+        self.lossy = 0
         # Stored children of parents that are not stored, by the parent's key: it may come, or come back.
         self._orphans: dict[BlockKey, int] = {}
 
@@ -101,7 +103,8 @@ class Block(Entry):
         holds: Read leases, pins and copies under way that keep it in place.
         stored: Whether it is in the index; a removed block that is held lives on until the last hold.
         places: Which slower tiers are known to have a copy, as bits.
-        lossy: Whether it came from a tier that does not give back exactly what was saved.
+        lossy: Whether it is not what was computed, or was computed behind a block that is not: readers who
+            take no loss do not find it. Set before the block is stored.
         position: Number in the chain if it was stored with one, or :meth:`find_position` found it.
     """
 
@@ -148,3 +151,24 @@ class Block(Entry):
     def nbytes(self) -> int:
         """Bytes of its slot, in whole pages."""
         return self.index.slot_nbytes
+
+
+class ExactBlocks:
+    """The stored blocks of one namespace as those find them who take no loss. The store's lock is held."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Mapping[BlockKey, Block]) -> None:
+        self._entries = entries
+
+    def get(self, key: BlockKey) -> Block | None:
+        """The block of that key, if it has lost nothing."""
+        block = self._entries.get(key)
+        return None if block is None or block.lossy else block
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return self.get(key) is not None
+
+
+StoredBlocks: TypeAlias = "dict[BlockKey, Block] | ExactBlocks"
+"""What one kind of reader finds in memory, by key."""

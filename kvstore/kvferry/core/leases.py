@@ -139,7 +139,7 @@ class SlotLease:
         self.state = LeaseState.ACTIVE
         self.reason = ""
         self.writings = 0
-        self.lossy: frozenset[int] = frozenset()  # of a write lease: blocks that have lost something
+        self.lossy: frozenset[int] = frozenset()  # blocks that have lost something
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -51,6 +51,9 @@ class MemoryStore:
         placement: Where the memory comes from.
         shared: Other processes of the tenant may map the memory writable; see :class:`Arena`.
 
+    Attributes:
+        allows_lossy: Whether a slower tier, peers aside, is configured to give what has lost something.
+
     Raises:
         ConfigError: If the capacity is above available memory, or a value cannot be used.
     """
@@ -83,6 +86,7 @@ class MemoryStore:
         self._pool = BlockPool(self.arena, self, eviction(self.arena.capacity_nbytes))
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
+        self.allows_lossy = False
         self._lookups = 0
         self._lookup_blocks = 0
         self._hit_blocks = 0
@@ -91,9 +95,11 @@ class MemoryStore:
 
     # ---- the BlockStore ----------------------------------------------------------------------
 
-    def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> MemoryNamespace:
+    def namespace(
+        self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE, *, takes_lossy: bool = False
+    ) -> MemoryNamespace:
         """The namespace of ``spec`` and ``scope``, with leases that belong to the store's own session."""
-        return self._namespace(self.session, spec, scope)
+        return SessionStore(self, self.session).namespace(spec, scope, takes_lossy=takes_lossy)
 
     def for_session(self, session: Session) -> SessionStore:
         """The same blocks, with leases that belong to ``session``."""
@@ -268,12 +274,8 @@ class MemoryStore:
     def _lookup(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Hit:
         with self._lock:
             self._require_open()
-            index = self._pool.indexes.get(namespace.namespace_id)
-            if index is None:
-                hit = Hit((None,) * len(keys))
-            else:
-                stored = index.entries
-                hit = Hit(tuple([DRAM if key in stored else None for key in keys]))
+            stored = self._pool.found_by(namespace)
+            hit = Hit(tuple([DRAM if key in stored else None for key in keys]))
             self._count_lookup(hit)
             return hit
 
@@ -290,9 +292,9 @@ class MemoryStore:
     ) -> SlotReadLease:
         with self._lock:
             now = self._begin(namespace.session)
-            blocks = self._pool.prefix(namespace.namespace_id, keys)
+            blocks = self._pool.prefix(namespace, keys)
             self._pool.touch(blocks)
-            return self._pool.open_read(namespace.session, namespace.spec, blocks, now + self.lease_s)
+            return self._pool.open_read(namespace, blocks, now + self.lease_s)
 
     def _reserve(
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, deadline: float
@@ -310,7 +312,10 @@ class MemoryStore:
         with self._lock:
             missing, slots, now = self._take_slots(namespace, parents, asked, deadline)
             elsewhere = self._elsewhere if namespace.local_only else 0
-            fill = Fill(namespace.namespace_id, tuple(missing.values()), deadline, elsewhere, facts or {})
+            fill = Fill(
+                namespace.namespace_id, tuple(missing.values()), deadline, elsewhere, facts or {},
+                namespace.takes_lossy,
+            )  # fmt: skip
             return self._pool.open_write(
                 namespace.session, namespace.spec, fill, tuple(missing), slots, now + self.lease_s
             )
@@ -329,10 +334,8 @@ class MemoryStore:
         pool, ns = self._pool, namespace.namespace_id
         while True:
             now = self._begin(namespace.session, processes=True)
-            index = pool.indexes.get(ns)
-            missing = parents
-            if asked.held or not (index is None or index.entries.keys().isdisjoint(parents)):
-                stored = {} if index is None else index.entries
+            stored, missing = pool.found_by(namespace), parents
+            if asked.held or not isinstance(stored, dict) or not stored.keys().isdisjoint(parents):
                 missing = {k: p for k, p in parents.items() if k not in stored and k not in asked.held}
             if asked.keys is not None and not asked.keys.issuperset(missing):
                 asked = self._ask_again(namespace, missing, asked, deadline)  # maybe only below now
@@ -342,7 +345,7 @@ class MemoryStore:
                 slots = self._allocate(namespace, parents, len(missing))
                 if slots is not None:
                     if len(missing) < len(parents):
-                        present = [b for k in parents if (b := pool.get(ns, k)) is not None]
+                        present = [b for k in parents if (b := stored.get(k)) is not None]
                         pool.touch(present)
                         self._saved_again(present)
                     return missing, slots, now
@@ -390,11 +393,11 @@ class MemoryStore:
         """There is no slower tier: nothing to do."""
 
     def _pin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], until: float) -> int:
-        ns = namespace.namespace_id
         with self._lock:
             self._require_open()
             self._sweep()
-            blocks = [b for k in dict.fromkeys(keys) if (b := self._pool.get(ns, k)) is not None]
+            stored = self._pool.found_by(namespace)
+            blocks = [b for k in dict.fromkeys(keys) if (b := stored.get(k)) is not None]
             for block in blocks:
                 self._pool.pin(block, until)
             return len(blocks)

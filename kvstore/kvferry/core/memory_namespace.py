@@ -48,6 +48,7 @@ class MemoryNamespace:
     Attributes:
         local_only: It answers another daemon: tiers that are daemons are neither asked nor given what is
             saved here, and ``load`` takes keys that are no run of a chain.
+        takes_lossy: See :class:`kvferry.core.blockstore.Namespace`.
 
     Every verb that takes keys raises :class:`ConfigError` if one of them is not 32 bytes.
     """
@@ -65,6 +66,7 @@ class MemoryNamespace:
         self.block_nbytes = spec.block_nbytes
         self.slot_nbytes = Slot(0, 0, spec.block_nbytes, 0).slot_nbytes
         self.local_only = False
+        self.takes_lossy = False
 
     def keys(self, tokens: Tokens, *, media: Sequence[Media] = ()) -> list[BlockKey]:
         """Keys of the full blocks of ``tokens``."""

@@ -7,8 +7,9 @@ around every call, and the arena's own lock is taken inside it.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 from kvferry.core.arena import Arena
 from kvferry.core.block_table import BlockTable, Leave
@@ -20,7 +21,12 @@ from kvferry.core.segments import Slot
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KVSpec
 
+if TYPE_CHECKING:
+    from kvferry.core.memory_namespace import MemoryNamespace
+
 __all__ = ["BlockPool", "Fill", "Leave"]
+
+_NOT_TOLD: Final = (-1, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class Fill:
         deadline: By when the save wanted to be done.
         places: Slower tiers that need no copy of its blocks, as bits.
         facts: Position (-1: not known) and whether something was lost, of blocks of which that was told.
+        takes_lossy: Its holder may have computed them behind blocks that have lost something.
     """
 
     namespace_id: bytes
@@ -40,6 +47,7 @@ class Fill:
     deadline: float
     places: int = 0
     facts: Mapping[BlockKey, tuple[int, bool]] = field(default_factory=dict)
+    takes_lossy: bool = False
 
     def mark(self, blocks: Iterable[Block]) -> None:
         """Note on blocks that were published what was told of them."""
@@ -47,8 +55,7 @@ class Fill:
             return
         for block in blocks:
             block.places |= self.places
-            position, lossy = self.facts.get(block.key, (-1, False))
-            block.lossy = block.lossy or lossy
+            position, _ = self.facts.get(block.key, _NOT_TOLD)
             if position >= 0:
                 block.position = position
 
@@ -90,9 +97,17 @@ class BlockPool(BlockTable):
     # ---- leases ------------------------------------------------------------------------------
 
     def open_read(
+        self, namespace: MemoryNamespace, blocks: Sequence[Block], expires_at: float
+    ) -> SlotReadLease:
+        """Lease stored blocks for reading; to a reader who takes them, it says which have lost something."""
+        lease = self._open_read(namespace.session, namespace.spec, blocks, expires_at)
+        if namespace.takes_lossy:
+            lease.lossy = _lossy(blocks)
+        return lease
+
+    def _open_read(
         self, session: Session, spec: KVSpec, blocks: Sequence[Block], expires_at: float
     ) -> SlotReadLease:
-        """Lease stored blocks for reading."""
         lease = SlotReadLease(
             self._owner,
             self._lease_id("r"),
@@ -147,7 +162,8 @@ class BlockPool(BlockTable):
     def publish(self, lease: SlotWriteLease, expires_at: float) -> tuple[list[Block], SlotReadLease]:
         """Publish an active write lease's blocks and hold them all; returns those that are new."""
         blocks = self._publish(lease)
-        read = self.open_read(lease.session, lease.spec, blocks, expires_at)
+        read = self._open_read(lease.session, lease.spec, blocks, expires_at)
+        read.lossy = _lossy(blocks)
         return [block for block in blocks if block.stored], read
 
     def _publish(self, lease: SlotWriteLease) -> list[Block]:
@@ -157,10 +173,35 @@ class BlockPool(BlockTable):
             return []
         fill = self._fills.pop(lease.lease_id)
         slot_nbytes = lease.slots[0].slot_nbytes
-        blocks = self.publish_all(fill.namespace_id, slot_nbytes, lease.keys, fill.parents, lease.slots)
-        for index in lease.lossy:
-            blocks[index].lossy = True
-        return blocks
+        lossy = lease.lossy
+        if fill.facts:
+            lossy |= {n for n, key in enumerate(lease.keys) if fill.facts.get(key, _NOT_TOLD)[1]}
+        elif fill.takes_lossy:
+            lossy |= self.behind_lossy(fill.namespace_id, lease.keys, fill.parents, lossy)
+        return self.publish_all(fill.namespace_id, slot_nbytes, lease.keys, fill.parents, lease.slots, lossy)
+
+    def behind_lossy(
+        self,
+        namespace_id: bytes,
+        keys: Iterable[BlockKey],
+        parents: Iterable[BlockKey | None],
+        known: Collection[int] = (),
+    ) -> set[int]:
+        """Numbers of blocks, given from head to tail, that lie in their chain behind one that lost something.
+
+        Whoever takes lossy blocks computes on from them: what he saves behind one is no better.
+        """
+        index = self.indexes.get(namespace_id)
+        if not known and (index is None or not index.lossy):
+            return set()
+        stored = {} if index is None else index.entries
+        found, tainted = set[int](), set[BlockKey]()
+        for number, (key, parent) in enumerate(zip(keys, parents, strict=True)):
+            above = None if parent is None else stored.get(parent)
+            if number in known or parent in tainted or (above is not None and above.lossy):
+                tainted.add(key)
+                found.add(number)
+        return found
 
     def _new(self, blocks: list[Block]) -> list[Block]:
         """Those that are stored; slots of the others go back."""
@@ -224,6 +265,8 @@ class BlockPool(BlockTable):
         slot_nbytes: int,
         parents: Mapping[BlockKey, BlockKey | None],
         slots: Sequence[Slot],
+        *,
+        takes_lossy: bool,
     ) -> list[Block]:
         """Publish what was saved without a lease: keys with their parents, from head to tail.
 
@@ -231,7 +274,8 @@ class BlockPool(BlockTable):
             What is new; the other slots are free again.
         """
         before = self.saved_blocks
-        blocks = self.publish_all(namespace_id, slot_nbytes, parents, parents.values(), slots)
+        lossy = self.behind_lossy(namespace_id, parents, parents.values()) if takes_lossy else ()
+        blocks = self.publish_all(namespace_id, slot_nbytes, parents, parents.values(), slots, lossy)
         return blocks if self.saved_blocks - before == len(blocks) else self._new(blocks)
 
     # ---- ends that nobody calls -----------------------------------------------------------------
@@ -282,3 +326,7 @@ class BlockPool(BlockTable):
         for write in self.writes:
             write.state, write.reason = LeaseState.ENDED, reason
         self.arena.close()
+
+
+def _lossy(blocks: Sequence[Block]) -> frozenset[int]:
+    return frozenset([number for number, block in enumerate(blocks) if block.lossy])

@@ -62,7 +62,10 @@ def save(
     with store._lock:
         if not (store._closed or namespace.session.ended):
             _charge(store, namespace, -len(slots))
-            stored = store._pool.publish_new(namespace.namespace_id, namespace.slot_nbytes, missing, slots)
+            stored = store._pool.publish_new(
+                namespace.namespace_id, namespace.slot_nbytes, missing, slots,
+                takes_lossy=namespace.takes_lossy,
+            )  # fmt: skip
             store._cond.notify_all()
             store._stored(stored, deadline)
             return len(stored)

@@ -25,9 +25,13 @@ class SessionStore:
         self.store = store
         self.session = session
 
-    def namespace(self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE) -> MemoryNamespace:
+    def namespace(
+        self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE, *, takes_lossy: bool = False
+    ) -> MemoryNamespace:
         """The namespace of ``spec`` and ``scope``, with leases that belong to the session."""
-        return self.store._namespace(self.session, spec, scope)
+        namespace = self.store._namespace(self.session, spec, scope)
+        namespace.takes_lossy = takes_lossy
+        return namespace
 
     def find_lease(self, lease_id: str) -> SlotLease | None:
         """The lease of that id, if it holds blocks for this session."""

@@ -115,7 +115,7 @@ def perform(daemon: Daemon, request: object, caller: Caller, reload: Callable[[]
     if isinstance(request, Pin):
         space = _space(store, request.namespace)
         keys = split_keys(bytes.fromhex("".join(request.keys)))
-        count = store.namespace(space.spec, space.scope).pin(keys, ttl=request.ttl_s)
+        count = store.namespace(space.spec, space.scope, takes_lossy=True).pin(keys, ttl=request.ttl_s)
         return AdminDone(
             done=count == len(keys), blocks=count, text=f"{count} of {len(keys)} blocks are pinned"
         )

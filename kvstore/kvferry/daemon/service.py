@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+import msgspec
+
 from kvferry.core.blockstore import Hit
 from kvferry.core.buffers import Buf, page_aligned
 from kvferry.core.clock import deadline_in
@@ -77,8 +79,8 @@ class Service:
         self._shares = self._pid > 0 and (may_write or not self._arena.shared)
         self._offer = ArenaOffer(channel, store.arena, may_write=may_write)
         self._namespaces: list[MemoryNamespace] = []
-        self._by_id: dict[bytes, int] = {}
-        self._to_peer: dict[int, MemoryNamespace] = {}
+        self._by_id: dict[tuple[bytes, bool], int] = {}  # by id, and whether it takes lossy blocks
+        self._to_peer: dict[tuple[int, bool], MemoryNamespace] = {}
         self._moved = (0, 0)  # blocks and bytes of the request that is being answered
         try:
             self._session = node.sessions.join(channel, grant.tenant.name, store)
@@ -182,18 +184,19 @@ class Service:
     # ---- namespaces ------------------------------------------------------------------------------
 
     def _open(self, message: d.OpenNamespace) -> Reply:
-        number = self._by_id.get(message.namespace_id)
+        takes_lossy = message.lossless is not True
+        number = self._by_id.get((message.namespace_id, takes_lossy))
         if number is None:
             if len(self._namespaces) >= _MAX_NAMESPACES:
                 raise OverloadedError(f"a connection has at most {_MAX_NAMESPACES} namespaces")
-            namespace = self._session.store.namespace(message.spec, message.scope)
+            namespace = self._session.store.namespace(message.spec, message.scope, takes_lossy=takes_lossy)
             if namespace.namespace_id != message.namespace_id:
                 raise SpecMismatchError(
                     f"the client computes namespace {message.namespace_id[:32].hex()} of "
                     f"{message.spec.describe()}, the daemon {namespace.namespace_id.hex()}: they are of "
                     "different versions, update one of them"
                 )
-            number = self._by_id[message.namespace_id] = len(self._namespaces)
+            number = self._by_id[message.namespace_id, takes_lossy] = len(self._namespaces)
             self._namespaces.append(namespace)
         shares = self._shares
         return Reply(
@@ -202,6 +205,7 @@ class Service:
                 lease_s=self._node.lease_s,
                 shared=shares,
                 writable=shares and self._arena.shared,
+                lossless=msgspec.UNSET if takes_lossy else True,
             )
         )
 
@@ -214,13 +218,18 @@ class Service:
 
     # ---- another daemon --------------------------------------------------------------------------
 
-    def _for_peer(self, number: int) -> MemoryNamespace:
-        """A namespace as it answers a daemon: from tiers of its own, so that nothing goes round in a ring."""
-        found = self._to_peer.get(number)
+    def _for_peer(self, number: int, *, takes_lossy: bool = True) -> MemoryNamespace:
+        """A namespace as it answers a daemon: from tiers of its own, so that nothing goes round in a ring.
+
+        That daemon hears what has lost something, and knows what its own readers take. What it writes is
+        stored in the place of what has lost something, unless it has lost something itself.
+        """
+        found = self._to_peer.get((number, takes_lossy))
         if found is None:
             own = self._namespace(number)
-            found = self._to_peer[number] = self._session.store.namespace(own.spec, own.scope)
+            found = self._session.store.namespace(own.spec, own.scope, takes_lossy=takes_lossy)
             found.local_only = True
+            self._to_peer[number, takes_lossy] = found
         return found
 
     def _ask_peer(self, message: d.AskPeer) -> Reply:
@@ -237,7 +246,7 @@ class Service:
     def _write_peer(self, message: d.WritePeer, incoming: Incoming) -> Reply:
         self._require_taking()
         self._moved = (len(message.lossy), incoming.payload_nbytes)
-        namespace = self._for_peer(message.namespace)
+        namespace = self._for_peer(message.namespace, takes_lossy=False)
         return Reply(write_blocks(namespace, message, incoming, self._channel.address))
 
     def _attach(self, incoming: Incoming) -> None:
@@ -263,7 +272,7 @@ class Service:
         self._moved = (len(lease), len(lease) * namespace.block_nbytes)
         self._session.add(message.lease, lease)
         if message.inline:
-            loaded = d.Loaded(blocks=len(lease), expires_at=_moment(lease))
+            loaded = d.Loaded(blocks=len(lease), expires_at=_moment(lease), lossy=_lossy(lease))
             return Reply(loaded, [lease.view(index) for index in range(len(lease))])
         return Reply(
             d.Loaded(
@@ -271,6 +280,7 @@ class Service:
                 expires_at=_moment(lease),
                 epoch=self._arena.epoch,
                 slots=_pack_slots(lease.slots),
+                lossy=_lossy(lease),
             )
         )
 
@@ -285,6 +295,7 @@ class Service:
             expires_at=_moment(lease),
             epoch=self._arena.epoch,
             slots=b"" if inline else _pack_slots(lease.slots),
+            lossy=_lossy(lease),
         )
         if inline and isinstance(lease, SlotReadLease):
             return Reply(found, [lease.view(index) for index in range(len(lease))])
@@ -410,6 +421,10 @@ class Service:
     def _poll(self, message: d.PollStore) -> Reply:
         del message
         return Reply(d.Completions(completions=tuple(self._session.store.poll())))
+
+
+def _lossy(lease: SlotLease) -> tuple[int, ...] | msgspec.UnsetType:
+    return tuple(sorted(lease.lossy)) if lease.lossy else msgspec.UNSET
 
 
 def _moment(lease: SlotLease) -> float:

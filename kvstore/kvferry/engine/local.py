@@ -86,6 +86,7 @@ class LocalEngine:
         scope: Adapter and salt of the blocks.
         block_tokens: Tokens of a block, if ``kv`` is not given.
         chunk_tokens: Tokens of a prompt computed in one pass.
+        takes_lossy: Whether blocks of the store that have lost something are used: answers may differ.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class LocalEngine:
         scope: KeyScope = KeyScope(),  # noqa: B008 (frozen)
         block_tokens: int = 16,
         chunk_tokens: int = 512,
+        takes_lossy: bool = False,
     ) -> None:
         if kv is None:
             longest = min(model.max_model_len, _DEFAULT_KV_TOKENS)
@@ -112,7 +114,8 @@ class LocalEngine:
         self.model, self.kv, self._chunk_tokens = model, kv, chunk_tokens
         self._own_store = store is None
         self._store = MemoryStore(store_nbytes or kv.nbytes) if store is None else store
-        self._namespace = self._store.namespace(kv.spec(model_name, revision), scope)
+        spec = kv.spec(model_name, revision)
+        self._namespace = self._store.namespace(spec, scope, takes_lossy=takes_lossy)
 
     def generate(
         self,
@@ -167,7 +170,8 @@ class LocalEngine:
                 yield token
                 if len(generation.tokens) == 1:  # as in a split deployment, token 0 does not wait for it
                     until = min(deadline, deadline_in(SAVE_WAIT_S))
-                    save_blocks(self._namespace, sequence, self._namespace.keys(tokens), deadline=until)
+                    keys = self._namespace.keys(tokens)
+                    save_blocks(self._namespace, sequence, keys, deadline=until, lossy=result.lossy)
                 if should_stop is not None and should_stop():
                     raise RequestCancelledError(
                         f"generation was cancelled after {len(generation.tokens)} tokens"

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ Emit: TypeAlias = Callable[[Sequence, int, int, int], None]
 SAVE_WAIT_S = 0.1
 """How long a prompt's blocks wait for room in the store; tokens wait with them."""
 
+_NONE: Final = frozenset[int]()
 _log = logging.getLogger(__name__)
 
 
@@ -53,6 +54,8 @@ class PrefillResult:
         kv_written_at: Monotonic time right after the last layer's KV of the last token was written.
         saved_blocks: Blocks newly stored in the namespace.
         save_error: Why blocks were not stored, or ``None``.
+        lossy: Numbers of the full blocks that are not what the tokens alone give: they had lost something in
+            the namespace, or were computed behind such a block.
     """
 
     sequence: Sequence
@@ -64,6 +67,7 @@ class PrefillResult:
     kv_written_at: float
     saved_blocks: int = 0
     save_error: str | None = None
+    lossy: frozenset[int] = frozenset()
 
 
 def check_prompt(model: Model, tokens: Tokens) -> None:
@@ -106,7 +110,7 @@ def prefill(
         kv: Pages; those of the prompt are taken at once.
         tokens: The whole prompt.
         sampling: How to draw token 0 and what follows.
-        namespace: Blocks to reuse and to store into.
+        namespace: Blocks to reuse and to store into. If it takes lossy ones, the result says which are.
         chunk_tokens: Tokens computed in one pass through the layers; a multiple of the block size.
         emit: Called first for the reused tokens, all layers, then for each layer of each chunk right
             after its KV was written, before its attention. ``first_token`` is at a block's start. Must
@@ -132,10 +136,10 @@ def prefill(
     sequence = Sequence.allocate(kv, len(tokens))
     try:
         keys = namespace.keys(tokens) if namespace is not None else []
-        cached = 0
-        if namespace is not None:
-            usable = keys[: (len(tokens) - 1) // kv.block_tokens]
-            cached = _restore(namespace, usable, sequence, deadline) * kv.block_tokens
+        usable = keys[: (len(tokens) - 1) // kv.block_tokens]
+        restored, lossy = _restore(namespace, usable, sequence, deadline) if namespace else (0, _NONE)
+        cached = restored * kv.block_tokens
+        lossy |= frozenset(range(restored, len(keys)) if lossy else ())  # it sees all that is before it
         run = _Run(model, sequence, emit, should_stop, deadline)
         run.resume(cached)
         logits = run.compute(tokens, chunk_tokens)
@@ -143,7 +147,7 @@ def prefill(
         saved, problem = 0, None
         if namespace is not None and save:
             wait_until = min(deadline, deadline_in(SAVE_WAIT_S))
-            saved, problem = save_blocks(namespace, sequence, keys, deadline=wait_until)
+            saved, problem = save_blocks(namespace, sequence, keys, deadline=wait_until, lossy=lossy)
         return PrefillResult(
             sequence=sequence,
             first_token=first_token,
@@ -154,6 +158,7 @@ def prefill(
             kv_written_at=run.kv_written_at,
             saved_blocks=saved,
             save_error=problem,
+            lossy=lossy,
         )
     except BaseException:
         sequence.release()
@@ -217,27 +222,38 @@ class _Run:
             )
 
 
-def _restore(namespace: Namespace, keys: list[BlockKey], sequence: Sequence, deadline: float) -> int:
-    """Copy the stored prefix of ``keys`` into the sequence's pages; blocks that are good in place.
+def _restore(
+    namespace: Namespace, keys: list[BlockKey], sequence: Sequence, deadline: float
+) -> tuple[int, frozenset[int]]:
+    """Copy the stored prefix of ``keys`` into the sequence's pages.
 
     What cannot be read is computed instead.
+
+    Returns:
+        Blocks that are good in place, and the numbers of those that have lost something.
     """
     try:
         prefix = namespace.lookup(keys).prefix
         if prefix == 0:
-            return 0
+            return 0, _NONE
         with namespace.load(keys[:prefix], deadline=deadline) as lease:
             count = min(len(lease), prefix)
             for index in range(count):
                 sequence.kv.write_block(sequence.blocks[index], lease.view(index))
-        return count  # the end of the lease has checked what was copied
+            lossy = frozenset(index for index in lease.lossy if index < count)
+        return count, lossy  # the end of the lease has checked what was copied
     except StoreError as error:
         _log.warning("cached blocks could not be used and are computed again: %s", error)
-        return 0
+        return 0, _NONE
 
 
 def save_blocks(
-    namespace: Namespace, sequence: Sequence, keys: list[BlockKey], *, deadline: float
+    namespace: Namespace,
+    sequence: Sequence,
+    keys: list[BlockKey],
+    *,
+    deadline: float,
+    lossy: frozenset[int] = frozenset(),
 ) -> tuple[int, str | None]:
     """Store those full blocks of a sequence that the namespace does not hold.
 
@@ -246,6 +262,7 @@ def save_blocks(
         sequence: Whose first ``len(keys)`` blocks are complete.
         keys: Their keys.
         deadline: By when there must be room.
+        lossy: Numbers of those that are stored as having lost something; see :attr:`PrefillResult.lossy`.
 
     Returns:
         Blocks newly stored, and why the others were not (logged, no error: it is only a cache).
@@ -259,6 +276,7 @@ def save_blocks(
         with namespace.reserve(keys[known:], parent=parent, deadline=deadline) as lease:
             for slot, key in enumerate(lease.keys):
                 sequence.kv.read_block(sequence.blocks[number[key]], lease.view(slot))
+            lease.mark_lossy(slot for slot, key in enumerate(lease.keys) if number[key] in lossy)
             return lease.commit(), None
     except StoreError as error:
         _log.warning("%d blocks of a prompt are not kept: %s", len(keys) - known, error)

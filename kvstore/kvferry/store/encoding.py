@@ -256,8 +256,8 @@ class TierCodec:
             deadline: Of the call; looked at every 16 slices.
 
         Returns:
-            ``MISS`` for one that is of no use here: it has lost something and loss is not allowed, or needs a
-            codec that is not installed. The tier forgets it, so that it can be written anew.
+            ``MISS`` for one that is of no use here: it has lost something and no loss is allowed (``lossy``),
+            or needs a codec that is not installed. It counts as absent, so that it can be written anew.
         """
         try:
             lossy = self._decode(data, spec, into, deadline)
@@ -355,7 +355,7 @@ class TierCodec:
             return {"codec": text, **{f"codec of {model}": why for model, why in self._notes.items()}}
 
 
-LOSSY_REASON: Final = "it was stored by a lossy codec, and the tier is configured without allow_lossy"
+LOSSY_REASON: Final = "it has lost something, and the tier has no allow_lossy, or the reader takes no loss"
 _COUNTERS: Final = (
     "codec_encoded_blocks", "codec_encoded_nbytes", "codec_stored_nbytes", "codec_kept_blocks",
     "codec_lossy_blocks", "codec_out_of_bound", "codec_decoded_blocks", "codec_refused_lossy",

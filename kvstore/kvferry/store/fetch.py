@@ -29,6 +29,7 @@ _LOG = logging.getLogger(__name__)
 _RECHECK_S = 0.05
 _GRACE_S = 5.0
 _NOT_BEGUN = ReadResult(ReadOutcome.FAILED, "not begun")
+_LOSSY = ReadResult(ReadOutcome.MISS, "it has lost something, and the reader takes no loss")
 _BEGUN = ReadResult(ReadOutcome.FAILED, "its read did not end", in_flight=UNKNOWN)
 
 
@@ -156,8 +157,7 @@ class Fetcher:
         self, namespace: MemoryNamespace, keys: Sequence[BlockKey], asked: Collection[BlockKey]
     ) -> bool:
         """Whether some key was in memory when the tiers were asked, and is not any more."""
-        index = self._store._pool.indexes.get(namespace.namespace_id)
-        stored = {} if index is None else index.entries
+        stored = self._store._pool.found_by(namespace)
         return any(key not in stored and key not in asked for key in keys)
 
     def _try_plan(
@@ -170,12 +170,12 @@ class Fetcher:
         themselves, and little time has passed (``hopeful``).
         """
         store, pool, ns = self._store, self._store._pool, namespace.namespace_id
-        index = pool.indexes.get(ns)
+        stored = pool.found_by(namespace)
         memory: dict[BlockKey, Block] = {}
         wanted: dict[BlockKey, Level] = {}
         order: list[BlockKey] = []
         for key in keys:
-            block = None if index is None else index.entries.get(key)
+            block = stored.get(key)
             if block is not None:
                 memory[key] = block
             elif (ns, key) in self._fetching:
@@ -255,7 +255,9 @@ class Fetcher:
             by_level: dict[int, list[_Item]] = {}
             for item in left:
                 by_level.setdefault(item.level.number, []).append(item)
-            _in_parallel([_reader(store, space, items, deadline) for items in by_level.values()], deadline)
+            takes_lossy = plan.namespace.takes_lossy
+            reads = [_reader(store, space, items, deadline, takes_lossy) for items in by_level.values()]
+            _in_parallel(reads, deadline)
             left = [item for item in left if self._try_below(plan.namespace, space, item, deadline)]
 
     def _try_below(
@@ -269,7 +271,7 @@ class Fetcher:
         for level in self._store.levels[item.level.number + 1 :]:
             if namespace.local_only and level.tier.to_daemons:
                 continue
-            if level.contains(space, [item.key], deadline)[0]:
+            if level.contains(space, [item.key], deadline, takes_lossy=namespace.takes_lossy)[0]:
                 item.level = level
                 return True
         return False
@@ -309,7 +311,7 @@ class Fetcher:
                 given.append(block)
             store._pool.touch([b for b in given if b.stored and b.key in plan.memory])  # others are new
             expires_at = time.monotonic() + store.lease_s
-            lease = store._pool.open_read(namespace.session, namespace.spec, given, expires_at)
+            lease = store._pool.open_read(namespace, given, expires_at)
             for block in {**plan.memory, **read}.values():
                 store._pool.drop(block)  # what is neither leased nor stored is free again by this
             store._cond.notify_all()
@@ -328,8 +330,9 @@ class Fetcher:
                 self._give_back(item, result)
                 continue
             index = pool.indexes.get(ns) or ChainIndex(ns, namespace.slot_nbytes)
-            block = index.entries.get(item.key)
-            if block is not None:  # saved meanwhile: equal keys name equal bytes
+            there = index.entries.get(item.key)
+            if there is not None and (result.lossy or not there.lossy):  # equal keys name equal bytes
+                block = there  # saved meanwhile
                 pool.arena.free(item.slot)
             else:
                 parent = result.parent
@@ -339,7 +342,10 @@ class Fetcher:
                 block.lossy = result.lossy
                 if item.promote and not item.cancelled:
                     block.index = pool.index(ns, namespace.slot_nbytes)
-                    pool.add(block)
+                    if there is None:
+                        pool.add(block)
+                    else:
+                        pool.replace(there, block)
                     stay.append(block)
                     item.level.count("promoted", 1)
             pool.hold(block)
@@ -366,18 +372,18 @@ def _parents(order: Sequence[BlockKey]) -> dict[BlockKey, BlockKey]:
 
 
 def _reader(
-    store: TieredStore, space: TierNamespace, items: list[_Item], deadline: float
+    store: TieredStore, space: TierNamespace, items: list[_Item], deadline: float, takes_lossy: bool
 ) -> Callable[[], None]:
     def read() -> None:
         reads = []
         for item in items:
             view, item.reference = lend(store.arena.view(item.slot))
             item.result = _BEGUN  # from here on the slot is only free again when the read is known to be over
-            reads.append(BlockRead(item.key, view, item.parent))
+            reads.append(BlockRead(item.key, view, item.parent, takes_lossy))
             del view
         results = items[0].level.read(space, reads, deadline=deadline)
         for item, result in zip(items, results, strict=True):
-            item.result = result
+            item.result = _LOSSY if result.lossy and not takes_lossy else result
 
     return read
 

@@ -204,7 +204,12 @@ class Level:
         self._contained("open", self.tier.open, namespace)
 
     def contains(
-        self, namespace: TierNamespace, keys: Sequence[BlockKey], deadline: float = _NEVER
+        self,
+        namespace: TierNamespace,
+        keys: Sequence[BlockKey],
+        deadline: float = _NEVER,
+        *,
+        takes_lossy: bool = True,
     ) -> list[bool]:
         """Whether each key can be had from the tier; none while its breaker for reads is open."""
         nothing = [False] * len(keys)
@@ -219,7 +224,10 @@ class Level:
             return nothing
         hidden = self._hidden(namespace.namespace_id, keys)
         if hidden:
-            return [f and k not in hidden for f, k in zip(found, keys, strict=True)]
+            found = [f and k not in hidden for f, k in zip(found, keys, strict=True)]
+        if not takes_lossy and True in found:
+            lossy = self._answers("only_lossy", bool, len(keys), self.tier.only_lossy, namespace, keys)
+            found = [f and not n for f, n in zip(found, lossy or [True] * len(keys), strict=True)]
         return found
 
     def read(

@@ -79,7 +79,8 @@ class WriteOutcome(enum.Enum):
     STORED = "stored"
     """The block is there: a read from now on is a hit. Durable after :meth:`Tier.flush`."""
     PRESENT = "present"
-    """It was there already; nothing was written."""
+    """It was there already; nothing was written. One that is known to have lost something is replaced by one
+    that has not, where the tier would store that exactly."""
     REFUSED = "refused"
     """No room: it is larger than the tier, or nothing may be evicted. Not a fault of the tier."""
     FAILED = "failed"
@@ -131,11 +132,13 @@ class BlockRead(NamedTuple):
         key: Its key.
         into: Writable, exactly ``spec.block_nbytes`` long; page-aligned, or it is slow.
         parent: The key that must be stored as its parent; ``UNKNOWN_PARENT``: not compared.
+        takes_lossy: If not, a block that has lost something is of no use: it may be a ``MISS`` unread.
     """
 
     key: BlockKey
     into: memoryview
     parent: BlockKey | None = UNKNOWN_PARENT
+    takes_lossy: bool = True
 
 
 class BlockWrite(NamedTuple):
@@ -276,6 +279,15 @@ class Tier(ABC):
     @abstractmethod
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """Whether each key is held. No side effect: no order of use changes. A guess where it fails."""
+
+    def only_lossy(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which keys it is known to hold as blocks that have lost something, and not otherwise.
+
+        From memory, never waits. For readers who take no loss such a block is not there, and :meth:`write`
+        of an exact one must replace it. A tier of which no block loses anything leaves this method as it is.
+        """
+        del namespace
+        return [False] * len(keys)
 
     @abstractmethod
     def read_into(

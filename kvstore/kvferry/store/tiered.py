@@ -109,6 +109,7 @@ class TieredStore(MemoryStore):
             for tier, _ in pairs:
                 tier.close()
             raise
+        self.allows_lossy = any(t.takes_lossy and not t.to_daemons for t, _ in pairs)
         self._elsewhere = sum(level.bit for level in self.levels if level.tier.to_daemons)
         self.options = options
         self._spaces: dict[bytes, TierNamespace] = {}
@@ -266,8 +267,7 @@ class TieredStore(MemoryStore):
             return super()._lookup(namespace, keys)
         with self._lock:
             self._require_open()
-            index = self._pool.indexes.get(namespace.namespace_id)
-            stored = {} if index is None else index.entries
+            stored = self._pool.found_by(namespace)
             tiers = [DRAM if key in stored else None for key in keys]
         if None in tiers:
             names = self._locate_missing(
@@ -295,8 +295,7 @@ class TieredStore(MemoryStore):
 
     def _not_in_memory(self, namespace: MemoryNamespace, keys: Collection[BlockKey]) -> list[BlockKey]:
         with self._lock:
-            index = self._pool.indexes.get(namespace.namespace_id)
-            stored = {} if index is None else index.entries
+            stored = self._pool.found_by(namespace)
             return [key for key in keys if key not in stored]
 
     def _locate_missing(
@@ -309,7 +308,7 @@ class TieredStore(MemoryStore):
                 break
             if namespace.local_only and level.tier.to_daemons:
                 continue
-            held = level.contains(space, missing, deadline)
+            held = level.contains(space, missing, deadline, takes_lossy=namespace.takes_lossy)
             found.update((key, level) for key, is_held in zip(missing, held, strict=True) if is_held)
             missing = [key for key, is_held in zip(missing, held, strict=True) if not is_held]
         return found
@@ -323,11 +322,11 @@ class TieredStore(MemoryStore):
     def _load(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float) -> SlotReadLease:
         with self._lock:
             now = self._begin(namespace.session)
-            blocks = self._pool.prefix(namespace.namespace_id, keys)
+            blocks = self._pool.prefix(namespace, keys)
             self._down.used(blocks)
             if len(blocks) == len(keys) or not self.levels:
                 self._pool.touch(blocks)
-                return self._pool.open_read(namespace.session, namespace.spec, blocks, now + self.lease_s)
+                return self._pool.open_read(namespace, blocks, now + self.lease_s)
         return self._fetcher.load(namespace, keys, deadline)
 
     def _prefetch(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:

@@ -25,6 +25,7 @@ from kvferry.streaming.codec import StreamCodec
 from kvferry.streaming.decoding import SliceDecoder
 from kvferry.streaming.grants import OpenSlots, SlotGrant
 from kvferry.streaming.layout import MAX_NAME, StreamLayout, checked_keys, clean_error, describe_mismatch
+from kvferry.streaming.loss import mark_told, ready_message, require_told
 from kvferry.streaming.slots import BlockSlots
 from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import (
@@ -39,7 +40,6 @@ from kvferry.wire.messages import (
     PutEncoded,
     PutLayer,
     StreamDone,
-    StreamReady,
 )
 
 __all__ = ["LayerReceiver"]
@@ -68,7 +68,8 @@ class LayerReceiver:
         ring: Layer frames that the sender may have under way unacknowledged.
         reserve_timeout_s: How long to wait for room in the store.
         grant: Lets the sender write into the slots itself, if it can.
-        codec: Whether lossy codecs are accepted; by default only lossless ones.
+        codec: Whether lossy codecs are accepted; by default only lossless ones. Then, or where the namespace
+            takes lossy blocks, so is what had lost something at the sender.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LayerReceiver:
         self._reserve_timeout_s = reserve_timeout_s
         self._grant = grant
         self._codec = codec or StreamCodec()
+        self._takes_lossy = self._codec.accepts_lossy or namespace.takes_lossy
         self._decoder: SliceDecoder | None = None
         self._decoding = contextlib.ExitStack()
         self._placed: frozenset[int] = frozenset()  # blocks whose slots the sender may write
@@ -104,11 +106,8 @@ class LayerReceiver:
         self._handoff: Handoff | None = None
         self._error: Exception | None = None
         self._deadline = 0.0
-        self._running = False
-        self._closed = False
-        self._wire_s = 0.0
-        self._started_at = 0.0
-        self._complete_at = 0.0
+        self._running = self._closed = False
+        self._wire_s = self._started_at = self._complete_at = 0.0
 
     def __repr__(self) -> str:
         return f"stream {self._begin.stream[:MAX_NAME]!r} from {self._channel.address}"
@@ -176,6 +175,7 @@ class LayerReceiver:
                     f"{self} refused: {describe_mismatch(begin.spec, spec, begin.scope, scope)}"
                 )
             self._codec.check(begin.codecs, f"{self} refused")
+            require_told(begin, str(self), takes_lossy=self._takes_lossy)
             keys = checked_keys(begin, str(self))
             self._deadline = deadline_in(begin.timeout_s)
             self._layout = StreamLayout(spec, len(keys), begin.tail_tokens)
@@ -195,7 +195,7 @@ class LayerReceiver:
                 self._complete_at = time.monotonic()
             if grant is not None:
                 self._grant_slots(grant, slots)
-            ready = StreamReady(missing=tuple(sorted(slots.missing)), ring=self._ring)
+            ready = ready_message(slots, ring=self._ring, takes_lossy=self._takes_lossy)
             self._channel.send(ready, deadline=self._deadline)
 
     def _grant_slots(self, grant: SlotGrant, slots: BlockSlots) -> None:
@@ -259,6 +259,7 @@ class LayerReceiver:
             if isinstance(message, FinishStream):
                 self._end_writing(None)
                 self._arrivals.check_complete()
+                mark_told(slots, message, str(self), takes_lossy=self._takes_lossy)
                 # A sender that paces is busy while nothing arrives; one that fills the kernel's buffers
                 # is done before we are.
                 longest = time.monotonic() - self._started_at

@@ -7,8 +7,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+
+import msgspec
 
 from kvferry.core.buffers import Buf
 from kvferry.core.clock import deadline_in, time_left
@@ -28,6 +30,7 @@ from kvferry.streaming.cutting import PartCutter
 from kvferry.streaming.delivery import Delivery, FrameDelivery, LayerPart
 from kvferry.streaming.encoding import PartEncoder
 from kvferry.streaming.layout import StreamLayout, checked_missing, clean_error
+from kvferry.streaming.loss import require_exact
 from kvferry.streaming.opening import Opened, open_stream
 from kvferry.streaming.windows import placed_delivery
 from kvferry.transports.region import RegionTransport
@@ -122,6 +125,13 @@ class LayerSender:
         self._acks_ended = threading.Event()
         self._begun = False
         self._wire_s = 0.0
+        self._takes_lossy = False
+        self._lossy: tuple[int, ...] = ()
+
+    @property
+    def takes_lossy(self) -> bool:
+        """Whether the receiver takes KV that has lost something; known once the stream has begun."""
+        return self._takes_lossy
 
     @property
     def error(self) -> Exception | None:
@@ -184,6 +194,7 @@ class LayerSender:
             scope=self._scope,
             timeout_s=time_left(deadline),
             codecs=self._codec.agree(self._channel.peer.capabilities, self._spec) if self._codec else (),
+            tells_lossy=True,
         )
         try:
             ready = open_stream(
@@ -205,6 +216,7 @@ class LayerSender:
             self._layout, self._wanted, self._delivery, self._max_frame_nbytes, str(self)
         )
         self._ring = ready.ring
+        self._takes_lossy = ready.takes_lossy is True
         self._placing = placed_delivery(
             self._channel, self._spec, missing,
             arena=self._arena, slots=self._opened.slots, regions=self._regions, windows=self._opened.windows,
@@ -315,7 +327,9 @@ class LayerSender:
         with self._cond:
             handoff, error = self._handoff, self._error
         if error is None and handoff is not None:
-            self._channel.send(FinishStream(handoff=handoff, wire_s=self._wire_s), deadline=self._deadline)
+            lossy = self._lossy or msgspec.UNSET
+            end = FinishStream(handoff=handoff, wire_s=self._wire_s, lossy=lossy)
+            self._channel.send(end, deadline=self._deadline)
         elif isinstance(error, RequestCancelledError) or self._opened.slots is not None:
             self._say_abort(error)
             self._channel.close()
@@ -404,7 +418,7 @@ class LayerSender:
 
     # ---- ending ---------------------------------------------------------------------------------
 
-    def finish(self, handoff: Handoff, deadline: float) -> StreamDone:
+    def finish(self, handoff: Handoff, deadline: float, *, lossy: Collection[int] = ()) -> StreamDone:
         """Wait until everything was sent and acknowledged, hand over, and wait until it is published.
 
         Afterwards, also after an exception, no buffer given to :meth:`put_layer` is referenced.
@@ -412,6 +426,8 @@ class LayerSender:
         Args:
             handoff: What decode needs beside the KV.
             deadline: By when; the deadline of :meth:`begin` holds too.
+            lossy: Numbers of the full blocks that had lost something here, or were computed behind such a
+                block. None unless :attr:`takes_lossy`.
 
         Returns:
             The receiver's figures.
@@ -423,6 +439,7 @@ class LayerSender:
         """
         if not self._threads and self._error is None:
             raise ProtocolError(f"{self}: finish before begin")
+        require_exact(lossy, str(self), takes_lossy=self._takes_lossy or self._error is not None)
         gaps = self._cutter.gaps()
         if gaps and self._error is None:
             self.abort("the sender has not put every layer")
@@ -431,7 +448,7 @@ class LayerSender:
                 f"layer {gaps[0][0]} was never put"
             )
         with self._cond:
-            self._handoff = handoff
+            self._handoff, self._lossy = handoff, tuple(sorted(lossy))
             self._cond.notify_all()
             self._ended.wait_for(lambda: self._done or self._error, time_left(deadline))
             done, error = self._done, self._error

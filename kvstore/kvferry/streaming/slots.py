@@ -40,6 +40,9 @@ class BlockSlots:
         self._given_up = False
         self.renew_at = math.inf
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
     @property
     def missing(self) -> frozenset[int]:
         """Blocks that have to be received."""

@@ -7,9 +7,10 @@ from typing import Any
 from kvferry.core.blockstore import Completion, Stats
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.wire import daemon_messages as d
+from kvferry.wire import messages as m
 from kvferry.wire.messages import Message
 
-__all__ = ["daemon_frames"]
+__all__ = ["daemon_frames", "frames_of_loss"]
 
 
 def daemon_frames(spec: KVSpec, scope: KeyScope) -> list[tuple[Message, bytes]]:
@@ -51,3 +52,16 @@ def daemon_frames(spec: KVSpec, scope: KeyScope) -> list[tuple[Message, bytes]]:
         (d.WritePeer(namespace=1, keys=keys[:32], **of_one, timeout_s=1.5), bytes(range(128))),
         (d.PeerMarks(marks=b"\x01\x00"), b""),
     ]  # fmt: skip
+
+
+def frames_of_loss(spec: KVSpec, handoff: m.Handoff) -> list[Message]:
+    """Messages with the fields about loss, which are left out where they say nothing."""
+    return [
+        m.BeginStream(stream="st", spec=spec, keys=b"", tail_tokens=3, tells_lossy=True),
+        m.StreamReady(missing=(0,), takes_lossy=True),
+        m.FinishStream(handoff=handoff, lossy=(1, 300)),
+        d.OpenNamespace(spec=spec, namespace_id=bytes(32), lossless=True),
+        d.NamespaceOpened(namespace=1, lease_s=30.0, lossless=True),
+        d.Loaded(blocks=3, expires_at=1.5, lossy=(0, 2)),
+        d.FoundLease(kind="read", keys=bytes(32), lossy=(0,)),
+    ]

@@ -80,11 +80,15 @@ class Request(Message, frozen=True, kw_only=True):
 
 
 class OpenNamespace(Request, frozen=True, kw_only=True, tag="open_namespace"):
-    """The whole spec and scope, and the namespace id that the client computed from them."""
+    """The whole spec and scope, and the namespace id that the client computed from them.
+
+    With ``lossless`` every verb on its number leaves out what has lost something; the answer must say so too.
+    """
 
     spec: KVSpec
     scope: KeyScope = KeyScope()
     namespace_id: bytes
+    lossless: bool | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         check_spec(self.spec)
@@ -94,13 +98,14 @@ class NamespaceOpened(Message, frozen=True, tag="namespace_opened"):
     """``namespace`` names it in requests of this connection.
 
     ``shared``: slots may be asked for by address, in segments that this connection may attach to.
-    ``writable``: those of write leases too.
+    ``writable``: those of write leases too. ``lossless``: as it was asked for.
     """
 
     namespace: Count
     lease_s: Seconds
     shared: bool = False
     writable: bool = False
+    lossless: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class LookupBlocks(Request, frozen=True, kw_only=True, tag="lookup_blocks"):
@@ -137,12 +142,14 @@ class Loaded(Message, frozen=True, tag="loaded"):
     """The first ``blocks`` of the keys are leased until ``expires_at`` of the daemon's clock.
 
     Payload: their bytes, if asked for ``inline``; else ``slots`` say where they lie in arena ``epoch``.
+    ``lossy`` are the numbers of those that have lost something, if there are any.
     """
 
     blocks: Count
     expires_at: Moment = 0.0
     epoch: str = ""
     slots: bytes = b""
+    lossy: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ReserveBlocks(Request, frozen=True, kw_only=True, tag="reserve_blocks"):
@@ -173,7 +180,8 @@ class CommitBlocks(Request, frozen=True, kw_only=True, tag="commit_blocks"):
     """Publish the blocks of a write lease. Payload: their bytes, unless they are in their slots already.
 
     With ``publish``, a number for it, a read lease on all of them begins at the same moment. ``lossy`` are
-    the numbers of the blocks that are not what was computed, since a lossy codec brought them.
+    the numbers of the blocks that are not what the tokens alone give: a lossy codec brought them, or they
+    were computed behind a block that has lost something.
     """
 
     lease: Word
@@ -239,6 +247,7 @@ class FoundLease(Message, frozen=True, tag="found_lease"):
     expires_at: Moment = 0.0
     epoch: str = ""
     slots: bytes = b""
+    lossy: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)

@@ -179,7 +179,8 @@ class BeginStream(Message, frozen=True, tag="begin_stream"):
 
     Blocks of a stream are numbered along the chain; block ``len(keys) / 32`` is the partial tail
     block of ``tail_tokens`` tokens, if there are any. ``codecs`` are the pipelines, in their text form, by
-    which slices may be encoded (:class:`PutEncoded`), if any.
+    which slices may be encoded (:class:`PutEncoded`), if any. With ``tells_lossy`` the sender heeds
+    :attr:`StreamReady.takes_lossy`, and says at the end what has lost something.
     """
 
     stream: str
@@ -189,6 +190,7 @@ class BeginStream(Message, frozen=True, tag="begin_stream"):
     scope: KeyScope = KeyScope()
     timeout_s: Seconds = 60.0
     codecs: tuple[str, ...] = ()
+    tells_lossy: bool | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         check_spec(self.spec)
@@ -201,11 +203,13 @@ class BeginStream(Message, frozen=True, tag="begin_stream"):
 class StreamReady(Message, frozen=True, tag="stream_ready"):
     """The receiver holds slots for ``missing`` (block numbers); it holds the other blocks already.
 
-    ``ring`` is how many layer frames may be under way unacknowledged.
+    ``ring`` is how many layer frames may be under way unacknowledged. Without ``takes_lossy`` the sender
+    must send only KV that was computed from the tokens, not from blocks that have lost something.
     """
 
     missing: tuple[Count, ...]
     ring: Count = 8
+    takes_lossy: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class PutLayer(Message, frozen=True, tag="put_layer"):
@@ -225,10 +229,15 @@ class LayerAck(Message, frozen=True, tag="layer_ack"):
 
 
 class FinishStream(Message, frozen=True, tag="finish_stream"):
-    """All layers of all missing blocks were sent; ``wire_s`` is how long the sender was sending them."""
+    """All layers of all missing blocks were sent; ``wire_s`` is how long the sender was sending them.
+
+    ``lossy`` are the numbers of the full blocks, missing or not, that are not what the tokens alone give:
+    they had lost something at the sender, or were computed behind such a block.
+    """
 
     handoff: Handoff
     wire_s: Seconds = 0.0
+    lossy: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class StreamDone(Message, frozen=True, tag="stream_done"):

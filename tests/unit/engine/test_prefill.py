@@ -277,3 +277,29 @@ def test_saving_may_be_left_for_later(model: Model, kv: PagedKV, store: MemorySt
             for layer in range(LAYERS):
                 k, v = kv.tensor_views(layer, result.sequence.blocks[index])
                 assert lease.layer(index, layer).tobytes() == k.tobytes() + v.tobytes()
+
+
+def test_what_is_computed_behind_lossy_blocks_is_stored_as_lossy(
+    model: Model, kv: PagedKV, store: MemoryStore, deadline: float
+) -> None:
+    prompt, exact = _prompt(70), _namespace(store, kv)
+    any_loss = store.namespace(kv.spec("tiny", "r"), takes_lossy=True)
+    keys = exact.keys(prompt)
+    cold = prefill(model, kv, prompt, GREEDY, deadline=deadline)
+    with exact.reserve(keys[:3], parent=None, deadline=deadline) as lease:
+        for index in range(3):
+            cold.sequence.kv.read_block(cold.sequence.blocks[index], lease.view(index))
+        lease.mark_lossy([1])
+        lease.commit()
+    assert exact.lookup(keys).prefix == 1  # what stands behind it cannot be used
+    taken = prefill(model, kv, prompt, GREEDY, namespace=any_loss, deadline=deadline)
+    assert (taken.cached_tokens, taken.saved_blocks) == (48, 1)
+    assert taken.lossy == {1, 3}
+    with any_loss.load(keys, deadline=deadline) as lease:
+        assert lease.lossy == {1, 3}
+    again = prefill(model, kv, prompt, GREEDY, namespace=exact, deadline=deadline)
+    assert (again.cached_tokens, again.saved_blocks, again.lossy) == (16, 2, frozenset())
+    assert _same(_rows(again.sequence, 70), _rows(cold.sequence, 70))
+    assert exact.lookup(keys).prefix == 4
+    for result in (cold, taken, again):
+        result.sequence.release()

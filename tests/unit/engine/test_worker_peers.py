@@ -133,7 +133,7 @@ def hand_over(address: str, sampling: SamplingParams, given: Handoff) -> Finishe
     message = Generate(request="r", stream="s", prompt_tokens=TOKENS, sampling=sampling, timeout_s=60.0)
     kv = connect(gateway.call(message, GenerateReady, deadline=limit).kv_address)
     try:
-        begin = BeginStream(stream="s", spec=spec, keys=b"", tail_tokens=TOKENS)
+        begin = BeginStream(stream="s", spec=spec, keys=b"", tail_tokens=TOKENS, tells_lossy=True)
         kv.call(begin, StreamReady, deadline=limit)
         rows = bytes(spec.layers[0].data_nbytes // spec.block_tokens * TOKENS)
         kv.call(PutLayer(layer=0, blocks=(0,)), LayerAck, payload=[rows], deadline=limit)

@@ -10,6 +10,8 @@ import pytest
 from kvferry.core.clock import deadline_in
 from kvferry.core.config_sources import load_config
 from kvferry.core.errors import ConfigError
+from kvferry.core.keys import BlockKey
+from kvferry.core.room import NOTHING_BELOW
 from kvferry.core.spec import KVSpec
 from kvferry.store import open_store
 from kvferry.store.disk import DiskOptions, DiskTier
@@ -47,9 +49,11 @@ def test_loss_does_not_leave_by_way_of_memory(
     store = TieredStore(
         4 * SPEC.block_nbytes, [(second, LevelOptions(write=write())), (first, LevelOptions())]
     )
-    namespace = store.namespace(SPEC)
+    assert len(store.namespace(SPEC).load(keys, deadline=deadline_in(5))) == 0
+    namespace = store.namespace(SPEC, takes_lossy=True)
     with namespace.load(keys, deadline=deadline_in(5)) as lease:
         assert len(lease) == 2
+        assert lease.lossy == {0, 1}
         assert bytes(lease.view(0)) != DATA
     assert store.flush(deadline=deadline_in(5))  # nothing counts as lost
     assert [entry.lossy for entry in second.scan()] == [True] * (2 if taken else 0)
@@ -81,3 +85,80 @@ def test_status_says_what_is_lost(tmp_path: Path) -> None:
     tier = disk(tmp_path, "lossy", TierCodec("int8", allow_lossy=True))
     assert tier.usage().status["codec"].startswith("int8 (lossy")
     tier.close()
+
+
+def lossy_save(store: TieredStore, keys: list[BlockKey]) -> None:
+    """As a lossy codec of a link leaves it."""
+    with store.namespace(SPEC).reserve(keys, parent=None, deadline=deadline_in(5)) as lease:
+        for index in range(len(keys)):
+            lease.view(index)[:] = DATA[::-1]
+        lease.mark_lossy(range(len(keys)))
+        lease.commit()
+    assert store.flush(deadline=deadline_in(5))
+
+
+def test_an_exact_save_takes_the_place_of_a_lossy_block_in_every_tier(tmp_path: Path) -> None:
+    tier = disk(tmp_path, "both", TierCodec("ebp", allow_lossy=True))
+    store = TieredStore(4 * SPEC.block_nbytes, [(tier, LevelOptions(write=WriteThrough()))])
+    assert store.allows_lossy
+    exact, any_loss = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
+    keys = exact.keys(range(128))
+    lossy_save(store, keys)
+    assert [entry.lossy for entry in tier.scan()] == [True, True]
+    store.evict(4 * SPEC.block_nbytes)
+    assert any_loss.lookup(keys).tiers == ("both", "both")
+    assert exact.lookup(keys).tiers == (None, None)
+    assert len(exact.load(keys, deadline=deadline_in(5))) == 0
+    assert exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5)) == 2
+    assert store.flush(deadline=deadline_in(5))
+    assert [entry.lossy for entry in tier.scan()] == [False, False]
+    store.evict(4 * SPEC.block_nbytes)
+    for namespace in (exact, any_loss):
+        with namespace.load(keys, deadline=deadline_in(5)) as lease:
+            assert [bytes(lease.view(index)) for index in range(len(lease))] == [DATA, DATA]
+            assert lease.lossy == frozenset()
+    store.close()
+
+
+def test_an_exact_block_below_is_found_behind_a_lossy_one_in_memory(tmp_path: Path) -> None:
+    """And takes its place there, for readers of both kinds."""
+    first = TieredStore(4 * SPEC.block_nbytes, [disk(tmp_path, "below", TierCodec("ebp", allow_lossy=True))])
+    keys = first.namespace(SPEC).keys(range(128))
+    first.namespace(SPEC).save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5))
+    assert first.flush(deadline=deadline_in(5))
+    first.close()
+
+    tier = disk(tmp_path, "below", TierCodec("ebp", allow_lossy=True))
+    store = TieredStore(4 * SPEC.block_nbytes, [tier])
+    exact, any_loss = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
+    with store._lock:  # as if a stream had brought them while the tier was away
+        missing, slots, _ = store._take_slots(exact, dict.fromkeys(keys), NOTHING_BELOW, deadline_in(5))
+        store._pool.publish_all(
+            exact.namespace_id, exact.slot_nbytes, missing, missing.values(), slots, [0, 1]
+        )
+    assert any_loss.lookup(keys).tiers == ("dram", "dram")
+    assert exact.lookup(keys).tiers == ("below", "below")
+    with exact.load(keys, deadline=deadline_in(5)) as lease:
+        assert [bytes(lease.view(index)) for index in range(len(lease))] == [DATA, DATA]
+    with any_loss.load(keys, deadline=deadline_in(5)) as lease:
+        assert lease.lossy == frozenset()
+        assert bytes(lease.view(1)) == DATA
+    assert store.stats().entries == 2
+    store.close()
+
+
+def test_a_lossless_reader_gets_nothing_of_a_lossy_tier_and_leaves_it_there(tmp_path: Path) -> None:
+    store = TieredStore(4 * SPEC.block_nbytes, [disk(tmp_path, "lossy", TierCodec("int8", allow_lossy=True))])
+    exact, any_loss = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
+    keys = exact.keys(range(128))
+    exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5))
+    assert store.flush(deadline=deadline_in(5))
+    with exact.load(keys, deadline=deadline_in(5)) as lease:
+        assert bytes(lease.view(1)) == DATA  # memory has what was saved
+    store.evict(4 * SPEC.block_nbytes)
+    for _ in range(2):
+        assert len(exact.load(keys, deadline=deadline_in(5))) == 0
+        exact.prefetch(keys)
+    assert len(any_loss.load(keys, deadline=deadline_in(5))) == 2
+    assert len(exact.load(keys, deadline=deadline_in(5))) == 0  # it is in memory now
+    store.close()

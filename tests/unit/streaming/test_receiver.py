@@ -54,7 +54,12 @@ def channel(end: DecodeEnd) -> Iterator[Channel]:
 
 def _begin(kv: PromptKV, timeout_s: float = 20.0) -> BeginStream:
     return BeginStream(
-        stream="s", spec=kv.spec, keys=b"".join(kv.keys), tail_tokens=kv.tail_tokens, timeout_s=timeout_s
+        stream="s",
+        spec=kv.spec,
+        keys=b"".join(kv.keys),
+        tail_tokens=kv.tail_tokens,
+        timeout_s=timeout_s,
+        tells_lossy=True,
     )
 
 
@@ -245,7 +250,9 @@ def test_an_opening_that_makes_no_sense_is_refused(
     channel: Channel, store: MemoryStore, spec: KVSpec, keys: bytes, timeout_s: float, stream: str, says: str
 ) -> None:
     """What the messages themselves refuse is tested with them."""
-    begin = BeginStream(stream=stream, spec=spec, keys=keys, tail_tokens=3, timeout_s=timeout_s)
+    begin = BeginStream(
+        stream=stream, spec=spec, keys=keys, tail_tokens=3, timeout_s=timeout_s, tells_lossy=True
+    )
     with pytest.raises(ProtocolError, match=says):
         channel.call(begin, StreamReady, deadline=deadline_in(10))
     assert store.stats().leases == 0

@@ -303,7 +303,12 @@ def test_closed_between_start_and_run(
 def opened(channel: Channel, kv: PromptKV) -> tuple[SharedArena, StreamSlots]:
     """A stream begun by hand."""
     opening = BeginStream(
-        stream="s", spec=kv.spec, keys=b"".join(kv.keys), tail_tokens=kv.tail_tokens, timeout_s=20
+        stream="s",
+        spec=kv.spec,
+        keys=b"".join(kv.keys),
+        tail_tokens=kv.tail_tokens,
+        timeout_s=20,
+        tells_lossy=True,
     )
     arena, slots = SharedArena(), None
     channel.send(opening, deadline=deadline_in(10))
@@ -342,7 +347,9 @@ def test_a_process_that_leaves_without_a_word_too_often_gets_no_more_slots(
         end.error(deadline_in(10))
         assert end.watch.reap() == left
     channel = end.connect()
-    opening = BeginStream(stream="s", spec=kv.spec, keys=b"".join(kv.keys), tail_tokens=0, timeout_s=20)
+    opening = BeginStream(
+        stream="s", spec=kv.spec, keys=b"".join(kv.keys), tail_tokens=0, timeout_s=20, tells_lossy=True
+    )
     ready = channel.call(opening, StreamReady, deadline=deadline_in(10))
     assert ready.missing == (0, 1)
     channel.abort()

@@ -348,7 +348,12 @@ def test_layers_are_only_taken_for_blocks_with_a_window(
     channel: Channel, end: DecodeEnd, store: MemoryStore, kv: PromptKV, regions: Counted
 ) -> None:
     opening = BeginStream(
-        stream="s", spec=kv.spec, keys=b"".join(kv.keys), tail_tokens=kv.tail_tokens, timeout_s=20
+        stream="s",
+        spec=kv.spec,
+        keys=b"".join(kv.keys),
+        tail_tokens=kv.tail_tokens,
+        timeout_s=20,
+        tells_lossy=True,
     )
     channel.send(opening, deadline=deadline_in(10))
     message = channel.receive(deadline_in(10)).message

@@ -121,6 +121,10 @@ class Engine:
             codec_links=() if codec is None else _codec_links(codec),
         )
 
+    def takes_lossy(self, codec: StreamCodec) -> bool:
+        """Whether this worker's reader takes what has lost something: its streams or its own tiers may."""
+        return codec.accepts_lossy or self.store.allows_lossy
+
     def use_threads(self) -> None:
         """Give the calling thread, the model's, the number of threads that is configured."""
         if self.config.model.threads is not None:

@@ -88,8 +88,9 @@ class DecodeWorker:
         self._codec = stream_codec(config)
         self._regions = open_regions(config)
         self._streams = StreamTable(
-            engine.store, engine.spec, ring=config.stream.ring, codec=self._codec, regions=self._regions
-        )
+            engine.store, engine.spec, ring=config.stream.ring, codec=self._codec, regions=self._regions,
+            takes_lossy=engine.takes_lossy(self._codec),
+        )  # fmt: skip
         self._scheduler = DecodeScheduler(engine)
         self._kv_server = listen(*_kv_place(config), config, _ROLE, self._serve_kv, name="decode-kv")
         self.kv_address = self._kv_server.address

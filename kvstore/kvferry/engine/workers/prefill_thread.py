@@ -30,13 +30,15 @@ _JOIN_TIMEOUT_S = 10.0
 class PrefillJob:
     """One prompt on its way through the model thread, which sets ``result`` or ``error``, then ``done``.
 
-    The paged KV of a result belongs to whoever submitted the job.
+    The paged KV of a result belongs to whoever submitted the job. ``takes_lossy``: it may be computed behind
+    blocks that have lost something.
     """
 
     message: Prefill
     tokens: npt.NDArray[np.uint32]
     sender: LayerSender
     deadline: float
+    takes_lossy: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     result: PrefillResult | None = None
@@ -122,7 +124,7 @@ class PrefillThread:
             engine.kv,
             job.tokens,
             job.message.sampling,
-            namespace=engine.store.namespace(engine.spec, job.message.scope),
+            namespace=engine.store.namespace(engine.spec, job.message.scope, takes_lossy=job.takes_lossy),
             chunk_tokens=engine.config.prefill.chunk_tokens,
             emit=emit_to(job.sender, len(job.tokens)),
             should_stop=job.should_stop,

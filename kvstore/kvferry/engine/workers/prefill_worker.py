@@ -74,6 +74,7 @@ class PrefillWorker:
             )
         self._engine = engine
         self._codec = stream_codec(config)
+        self._takes_lossy = engine.takes_lossy(self._codec)
         self._draining = False
         self._admission = Admission(
             blocks=engine.kv.num_blocks,
@@ -205,7 +206,7 @@ class PrefillWorker:
             with sender:
                 begin = partial(sender.begin, message.stream, keys, tail_tokens, deadline=deadline)
                 self._watched(watch, begin)
-                job = PrefillJob(message, tokens, sender, deadline)
+                job = PrefillJob(message, tokens, sender, deadline, self._takes_lossy and sender.takes_lossy)
                 result = self._compute(job, watch)
                 try:
                     done = self._finish(job, result, watch)
@@ -266,7 +267,7 @@ class PrefillWorker:
             kv_written_at=result.kv_written_at,
         )
         limit = earliest(job.deadline, deadline_in(self._engine.config.stream.timeout))
-        return self._watched(watch, partial(job.sender.finish, handoff, limit))
+        return self._watched(watch, partial(job.sender.finish, handoff, limit, lossy=result.lossy))
 
     def _watched(self, watch: CancelWatch, step: Callable[[], _T]) -> _T:
         """What ``step`` of a stream returns; it waits for the decode worker, which may never answer."""
@@ -277,5 +278,7 @@ class PrefillWorker:
 
     def _save(self, message: Prefill, keys: list[BlockKey], result: PrefillResult) -> None:
         """Keep the prompt's blocks; done when token 0 is on its way, before the gateway hears the end."""
-        namespace = self._engine.store.namespace(self._engine.spec, message.scope)
-        save_blocks(namespace, result.sequence, keys, deadline=deadline_in(_SAVE_TIMEOUT_S))
+        takes_lossy = bool(result.lossy)  # exact ones take the place of others
+        namespace = self._engine.store.namespace(self._engine.spec, message.scope, takes_lossy=takes_lossy)
+        deadline = deadline_in(_SAVE_TIMEOUT_S)
+        save_blocks(namespace, result.sequence, keys, deadline=deadline, lossy=result.lossy)

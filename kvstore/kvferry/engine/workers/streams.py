@@ -116,7 +116,9 @@ class StreamTable:
         ring: int,
         codec: StreamCodec | None = None,
         regions: RegionTransport | None = None,
+        takes_lossy: bool = False,
     ) -> None:
+        self._takes_lossy = takes_lossy
         self._store = store
         self._spec = spec
         self._ring = ring
@@ -180,7 +182,7 @@ class StreamTable:
         expected.take()
         try:
             self._check(begin, expected)
-            namespace = self._store.namespace(self._spec, expected.scope)
+            namespace = self._store.namespace(self._spec, expected.scope, takes_lossy=self._takes_lossy)
             receiver = LayerReceiver(
                 channel, namespace, begin, ring=self._ring, grant=grant, codec=self._codec
             )

@@ -42,6 +42,11 @@ class DiskEntry(Entry):
         """What it takes of the capacity."""
         return self._nbytes
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it is known to have lost something."""
+        return self.encoding is not None and self.encoding.lossy
+
 
 class Reservation:
     """Room taken for one write, of which parts are spent on what it makes. One thread's own.

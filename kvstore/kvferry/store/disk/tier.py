@@ -262,6 +262,12 @@ class DiskTier(Tier):
         held = self._held(namespace)
         return [False] * len(keys) if self._closed else self._state.index.contains(held, keys)
 
+    def only_lossy(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """See :class:`~kvferry.store.tier.Tier`. Of files whose header was compared."""
+        return [
+            entry is not None and entry.is_lossy for entry in map(self._held(namespace).entries.get, keys)
+        ]
+
     def read_into(
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
     ) -> list[ReadResult]:
@@ -270,7 +276,11 @@ class DiskTier(Tier):
         require_reads(blocks, home.template.data_nbytes)
         if self._closed:
             return [ReadResult(ReadOutcome.FAILED, f"tier {self.name} is closed")] * len(blocks)
-        held = self._state.index.contains(home.held, [block.key for block in blocks])
+        keys = [block.key for block in blocks]
+        held = self._state.index.contains(home.held, keys)
+        if self.takes_lossy and not all(block.takes_lossy for block in blocks):
+            lossy = self.only_lossy(namespace, keys)
+            held = [h and (b.takes_lossy or not n) for b, h, n in zip(blocks, held, lossy, strict=True)]
         results = [ReadResult(ReadOutcome.MISS)] * len(blocks)
         wanted = [number for number, is_held in enumerate(held) if is_held]
 
@@ -302,6 +312,11 @@ class DiskTier(Tier):
         if self._closed:
             return [WriteResult(WriteOutcome.FAILED, f"tier {self.name} is closed")] * len(blocks)
 
+        if self.takes_lossy and not self.codec.lossy:
+            keys = [block.key for block in blocks if not block.lossy]
+            lossy = self.only_lossy(namespace, keys)
+            if True in lossy:  # what is written now takes their place
+                self.remove(namespace, [k for k, n in zip(keys, lossy, strict=True) if n], deadline=deadline)
         threads, nbytes = self.options.write_threads, home.template.file_nbytes
         # room that a thread has taken cannot be made by another one: in a small tier it takes little at once
         share = min(

@@ -36,11 +36,15 @@ Pieces: TypeAlias = "Sequence[memoryview | bytes]"
 
 
 class Decoding(NamedTuple):
-    """What encoded blocks are decoded by: the codec of the tier, their spec, and the deadline of the call."""
+    """What encoded blocks are decoded by: the codec of the tier, their spec, and the deadline of the call.
+
+    ``takes_lossy`` is the reader's word; the tier has its own.
+    """
 
     codec: TierCodec
     spec: KVSpec
     deadline: float
+    takes_lossy: bool = True
 
     def decode(self, data: memoryview, encoding: bytes, into: memoryview) -> Decoded:
         """Decode what was read; as :meth:`~kvferry.store.encoding.TierCodec.decode`."""
@@ -56,14 +60,14 @@ class Received(NamedTuple):
         reason: What was wrong.
         manifest: What the value says of itself, where that is known.
         lossy: Whether the block is not just what was saved.
-        useless: It is sound, but cannot be given by this tier: it has to go.
+        unfit: It is sound, but of no use to this reader: others may read it.
     """
 
     outcome: ReadOutcome
     reason: str = ""
     manifest: Manifest | None = None
     lossy: bool = False
-    useless: bool = False
+    unfit: bool = False
 
 
 Sink: TypeAlias = "Generator[list[memoryview], None, Received]"
@@ -146,8 +150,9 @@ def _receive_any(
 
 def _receive_encoded(found: Manifest, head: Head, into: memoryview, decoding: Decoding) -> Sink:
     """The data of an encoded block, if it follows and may be given."""
-    if not decoding.codec.takes(lossy=Encoding.load(found.encoding).lossy):
-        return Received(ReadOutcome.MISS, LOSSY_REASON, found, useless=True)
+    lossy = Encoding.load(found.encoding).lossy
+    if (lossy and not decoding.takes_lossy) or not decoding.codec.takes(lossy=lossy):
+        return Received(ReadOutcome.MISS, LOSSY_REASON, found, lossy=True, unfit=True)
     if found.data_nbytes > most_encoded_nbytes(decoding.spec):
         raise CorruptBlockError(f"an encoded block of {found.data_nbytes} bytes for one of {len(into)}")
     if not head.inline:
@@ -158,8 +163,8 @@ def _receive_encoded(found: Manifest, head: Head, into: memoryview, decoding: De
     yield [trailer]
     _compare(digest, _U64.unpack(trailer)[0], "the data's")
     decoded = decoding.decode(data, found.encoding, into)
-    useless = decoded.outcome is ReadOutcome.MISS
-    return Received(decoded.outcome, decoded.reason, found, decoded.lossy, useless)
+    unfit = decoded.outcome is ReadOutcome.MISS
+    return Received(decoded.outcome, decoded.reason, found, decoded.lossy, unfit)
 
 
 def _check_length(head: Head, nbytes: int) -> None:

@@ -27,20 +27,27 @@ class BlockReads(NamedTuple):
 
     Attributes:
         results: One a block.
-        broken: What lies there and is no block: it has to go.
+        broken: What lies there and is no block: it has to go. With its parts if one of them is gone.
+        unfit: Names of blocks that have lost something, or cannot be decoded, with which of both it is.
     """
 
     results: list[ReadResult]
     broken: list[Held]
+    unfit: list[tuple[str, bool]]
 
 
 def read_blocks(
     backend: Backend, home: Home, codec: TierCodec, blocks: Sequence[BlockRead], deadline: float
 ) -> BlockReads:
     """Read blocks straight into their buffers; those that are encoded by way of other memory."""
-    decoding = Decoding(codec, home.namespace.spec, deadline)
+    any_loss, no_loss = (Decoding(codec, home.namespace.spec, deadline, takes) for takes in (True, False))
     gets = [
-        Get(home.name(b.key), partial(receive_block, home.template, b.key, b.parent, b.into, decoding))
+        Get(
+            home.name(b.key),
+            partial(
+                receive_block, home.template, b.key, b.parent, b.into, any_loss if b.takes_lossy else no_loss
+            ),
+        )
         for b in blocks
     ]
     began = time.monotonic()
@@ -51,18 +58,17 @@ def read_blocks(
     if not any(manifest is not None and manifest.encoding for manifest in given):  # nothing was decoded
         hits = sum(result.outcome is ReadOutcome.HIT for result in results)
         codec.carried("read", hits * home.template.data_nbytes, took)
-    found = BlockReads(results, [])
+    found = BlockReads(results, [], [])
     split: list[tuple[int, Manifest]] = []
     for n, (answer, result) in enumerate(zip(answers, results, strict=True)):
         if result.outcome is ReadOutcome.CORRUPT:
             found.broken.append(Held(gets[n].name, 0, None))
-        elif answer.received is not None and answer.received.useless:
-            parts = home.part_names(blocks[n].key, _manifest(answer))
-            found.broken.append(Held(gets[n].name, 0, parts))
+        elif answer.received is not None and (answer.received.unfit or answer.received.lossy):
+            found.unfit.append((gets[n].name, answer.received.lossy))
         elif result.outcome is ReadOutcome.HIT and (manifest := _manifest(answer)).parts:
             split.append((n, manifest))
     if split:
-        _read_parts(backend, home, blocks, split, found, decoding)
+        _read_parts(backend, home, blocks, split, found, any_loss)
     return found
 
 
@@ -92,13 +98,17 @@ def _read_parts(
     for (n, manifest), data in zip(split, buffers, strict=True):
         own = [next(answers) for _ in manifest.parts]
         result = _joined(own, found.results[n])
+        name = home.name(blocks[n].key)
+        if result.outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT):
+            found.broken.append(Held(name, 0, home.part_names(blocks[n].key, manifest)))
         if result.outcome is ReadOutcome.HIT and manifest.encoding:
             decoded = decoding.decode(data, manifest.encoding, blocks[n].into)
             result = result._replace(outcome=decoded.outcome, reason=decoded.reason, lossy=decoded.lossy)
+            if decoded.outcome is ReadOutcome.CORRUPT:
+                found.broken.append(Held(name, 0, home.part_names(blocks[n].key, manifest)))
+            elif decoded.lossy or decoded.outcome is ReadOutcome.MISS:
+                found.unfit.append((name, decoded.lossy))
         found.results[n] = result
-        if result.outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT):
-            name = home.name(blocks[n].key)
-            found.broken.append(Held(name, 0, home.part_names(blocks[n].key, manifest)))
 
 
 def _joined(answers: Sequence[Answer], hit: ReadResult) -> ReadResult:

@@ -13,7 +13,7 @@ from kvferry.store.remote.names import Names
 from kvferry.store.remote.payload import Received, Sink
 from kvferry.store.tier import ReadOutcome
 
-__all__ = ["remove_blocks"]
+__all__ = ["find_parts", "remove_blocks", "unchanged"]
 
 
 def remove_blocks(backend: Backend, names: Names, blocks: Sequence[Held], deadline: float) -> list[Answer]:
@@ -21,7 +21,7 @@ def remove_blocks(backend: Backend, names: Names, blocks: Sequence[Held], deadli
     unknown = [n for n, held in enumerate(blocks) if held.parts is None]
     blocks = list(blocks)
     for n, parts in zip(
-        unknown, _find_parts(backend, names, [blocks[n].name for n in unknown], deadline), strict=True
+        unknown, find_parts(backend, names, [blocks[n].name for n in unknown], deadline), strict=True
     ):
         blocks[n] = blocks[n]._replace(parts=parts)
     doomed = [name for held in blocks for name in (held.name, *(held.parts or ()))]
@@ -33,7 +33,20 @@ def remove_blocks(backend: Backend, names: Names, blocks: Sequence[Held], deadli
     return found
 
 
-def _find_parts(
+def unchanged(backend: Backend, names: Names, blocks: Sequence[Held], deadline: float) -> list[Held]:
+    """Those whose manifest still names the parts that were not found: another may have come in its place."""
+    split = [held for held in blocks if held.parts]
+    now = dict(
+        zip(
+            [held.name for held in split],
+            find_parts(backend, names, [held.name for held in split], deadline),
+            strict=True,
+        )
+    )
+    return [held for held in blocks if not held.parts or now[held.name] == held.parts]
+
+
+def find_parts(
     backend: Backend, names: Names, manifests: Sequence[str], deadline: float
 ) -> list[tuple[str, ...]]:
     """The names of the parts of blocks: a few bytes of each tell whether it has any."""

@@ -35,7 +35,7 @@ from kvferry.store.remote.options import (
     read_secret,
 )
 from kvferry.store.remote.reading import read_blocks
-from kvferry.store.remote.removal import remove_blocks
+from kvferry.store.remote.removal import remove_blocks, unchanged
 from kvferry.store.remote.writing import BlockWriter
 from kvferry.store.tier import (
     BlockRead,
@@ -49,6 +49,7 @@ from kvferry.store.tier import (
     WriteOutcome,
     WriteResult,
 )
+from kvferry.store.unfit import UnfitBlocks
 
 __all__ = ["RemoteTier"]
 
@@ -98,7 +99,8 @@ class RemoteTier(Tier, Generic[OptionsT]):
         self.backend = self.make_backend(options, self._problems)
         self.codec.announce(name)
         self._index = RemoteIndex(options.capacity_nbytes)
-        self._writer = BlockWriter(self.backend, self._index, options.part_nbytes, self.codec)
+        self._unfit = UnfitBlocks[str]()
+        self._writer = BlockWriter(self.backend, self._index, options.part_nbytes, self.codec, self._unfit)
         self._homes: dict[TierNamespace, Home] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = threading.Lock()
@@ -138,11 +140,21 @@ class RemoteTier(Tier, Generic[OptionsT]):
         home = self._home(namespace)
         if self._closed or not keys:
             return [False] * len(keys)
-        answers = self.backend.exists([home.name(key) for key in keys], deadline)
+        names = [home.name(key) for key in keys]
+        answers = self.backend.exists(names, deadline)
         failed = [answer for answer in answers if answer.done is Done.FAILED]
         if failed:
             self._count(Counter(failed_lookups=len(failed)))
-        return [answer.done is Done.OK for answer in answers]
+        unfit, takes = self._unfit, self.codec.accepts_lossy
+        return [
+            answer.done is Done.OK and not unfit.has(name, takes_lossy=takes)
+            for name, answer in zip(names, answers, strict=True)
+        ]
+
+    def only_lossy(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """See :class:`~kvferry.store.tier.Tier`. What was read or written here within the last minute."""
+        home = self._home(namespace)
+        return [self._unfit.has(home.name(key)) for key in keys]
 
     def read_into(
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
@@ -159,13 +171,17 @@ class RemoteTier(Tier, Generic[OptionsT]):
             if r.outcome is ReadOutcome.HIT
         ]
         self._index.used(list(reversed(hits)))  # heads of chains count as used last
+        self._unfit.add([name for name, lossy in found.unfit if lossy])
+        self._unfit.add([name for name, lossy in found.unfit if not lossy], for_all=True)
+        there = {name for name, _ in found.unfit}  # of use to others: a miss here, and never removed
         for block, result in zip(blocks, found.results, strict=True):
-            if result.outcome is ReadOutcome.MISS:
+            if result.outcome is ReadOutcome.MISS and home.name(block.key) not in there:
                 self._index.forget(home.name(block.key))
             elif result.outcome is ReadOutcome.CORRUPT:
                 self._problems.incident("corrupt block", f"{home.name(block.key)}: {result.reason}")
         if found.broken:
-            broken = [self._index.forget(held.name) or held for held in found.broken]
+            broken = unchanged(self.backend, self.names, found.broken, deadline)
+            broken = [self._index.forget(held.name) or held for held in broken]
             remove_blocks(self.backend, self.names, broken, deadline)
         self._count(Counter(READ_COUNTERS[result.outcome] for result in found.results))
         return found.results
@@ -192,6 +208,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
         if self._closed:
             return [False] * len(keys)
         names = [home.name(key) for key in keys]
+        self._unfit.discard(names)
         there = None if self.backend.tells_deleted else self.backend.exists(names, deadline)
         gone = [self._index.forget(name) or Held(name, 0, None) for name in names]
         answers = remove_blocks(self.backend, self.names, gone, deadline)

@@ -17,8 +17,9 @@ from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import NAME_NBYTES, Held, RemoteIndex
 from kvferry.store.remote.manifest import CHECKSUM_NBYTES, MAX_PARTS, WRITE_ID_NBYTES, Manifest, Part
 from kvferry.store.remote.payload import send_block, send_part
-from kvferry.store.remote.removal import remove_blocks
+from kvferry.store.remote.removal import find_parts, remove_blocks
 from kvferry.store.tier import BlockWrite, WriteOutcome, WriteResult
+from kvferry.store.unfit import UnfitBlocks
 
 __all__ = ["BlockWriter"]
 
@@ -38,6 +39,7 @@ class _Payload(NamedTuple):
 
     data: memoryview
     encoding: bytes = b""
+    lossy: bool = False
 
 
 class _Pending(NamedTuple):
@@ -50,6 +52,7 @@ class _Pending(NamedTuple):
     nbytes: int
     write_id: bytes
     parts: tuple[str, ...]
+    replaces: bool = False  # one that has lost something
 
 
 class _Ready(NamedTuple):
@@ -67,9 +70,18 @@ class BlockWriter:
         index: What is known to be there, and the bound.
         part_nbytes: What does not fit into one value of this size is split.
         codec: Of the tier.
+        unfit: What is known to lie there and has lost something: exact blocks take its place.
     """
 
-    def __init__(self, backend: Backend, index: RemoteIndex, part_nbytes: int, codec: TierCodec) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        index: RemoteIndex,
+        part_nbytes: int,
+        codec: TierCodec,
+        unfit: UnfitBlocks[str],
+    ) -> None:
+        self._unfit = unfit
         self._backend = backend
         self._codec = codec
         self._index = index
@@ -113,7 +125,7 @@ class BlockWriter:
             return WriteResult(WriteOutcome.FAILED, str(error))
         if found is None:
             return _Payload(block.data)
-        return _Payload(memoryview(bytes(found.data)), found.encoding.dump())
+        return _Payload(memoryview(bytes(found.data)), found.encoding.dump(), found.encoding.lossy)
 
     # -- room ------------------------------------------------------------------------------------------
 
@@ -131,6 +143,8 @@ class BlockWriter:
         largest = min(self._backend.max_value_nbytes(deadline), self._part_nbytes)
         for at, (number, block, payload) in enumerate(todo):
             new = _pending(home, number, block, payload, largest)
+            if self._unfit.has(new.name) and not payload.lossy:
+                new = new._replace(replaces=True)
             if (refusal := self._never(new)) is not None:
                 results[number] = refusal
                 continue
@@ -175,6 +189,9 @@ class BlockWriter:
         self, home: Home, pending: list[_Pending], results: dict[int, WriteResult], deadline: float
     ) -> None:
         ready = [_Ready(new) for new in pending if not new.parts]
+        replaced = [new.name for new in pending if new.replaces]
+        old = find_parts(self._backend, home.names, replaced, deadline)
+        old_parts = dict(zip(replaced, old, strict=True))
         split = [new for new in pending if new.parts]
         if split:
             ready += self._send_parts(split, results, deadline)
@@ -189,9 +206,12 @@ class BlockWriter:
             results[new.number] = _result(answer)
             if answer.done is Done.OK:
                 stored.append(new)
+                lost += old_parts.get(new.name, ())
             else:
                 self._index.release(new.nbytes)
                 lost += new.parts
+        self._unfit.discard([new.name for new in stored if not new.payload.lossy])
+        self._unfit.add([new.name for new in stored if new.payload.lossy])
         for new in reversed(stored):  # heads of chains count as used last
             self._index.stored(Held(new.name, new.nbytes, new.parts), new.nbytes)
         if kept := [name for new in stored for name in new.parts]:
@@ -207,7 +227,7 @@ class BlockWriter:
         puts: list[Put] = []
         sent: list[_Ready] = []
         for new, answer in zip(split, present, strict=True):
-            if answer.done is not Done.NO:
+            if answer.done is not Done.NO and not (new.replaces and answer.done is Done.OK):
                 there = answer.done is Done.OK
                 results[new.number] = _result(answer._replace(done=Done.NO if there else Done.FAILED))
                 self._index.release(new.nbytes)
@@ -253,12 +273,13 @@ def _cut(data: memoryview, count: int) -> list[memoryview]:
 
 
 def _put(home: Home, one: _Ready) -> Put:
-    new, block, (data, encoding) = one.pending, one.pending.block, one.pending.payload
+    new, block, (data, encoding, _) = one.pending, one.pending.block, one.pending.payload
     manifest = Manifest(block.parent, block.position, len(data), new.write_id, one.parts, encoding)
     head = home.template.build(block.key, manifest)
     if one.parts:
-        return Put(new.name, len(head), lambda: iter([[head]]))
-    return Put(new.name, len(head) + len(data) + CHECKSUM_NBYTES, partial(send_block, head, data))
+        return Put(new.name, len(head), lambda: iter([[head]]), only_new=not new.replaces)
+    nbytes = len(head) + len(data) + CHECKSUM_NBYTES
+    return Put(new.name, nbytes, partial(send_block, head, data), only_new=not new.replaces)
 
 
 def _result(answer: Answer) -> WriteResult:

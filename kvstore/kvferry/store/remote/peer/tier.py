@@ -33,6 +33,7 @@ from kvferry.store.tier import (
     WriteOutcome,
     WriteResult,
 )
+from kvferry.store.unfit import UnfitBlocks
 
 __all__ = ["PeerTier"]
 
@@ -85,6 +86,7 @@ class PeerTier(Tier):
         self.placement = Placement(self._ids)
         self._problems = Problems(name, _log)
         self._written: OrderedDict[tuple[TierNamespace, BlockKey], _Written] = OrderedDict()
+        self._lossy = UnfitBlocks[tuple[TierNamespace, BlockKey]]()
         self._used = 0
         self._spaces: set[TierNamespace] = set()
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -154,6 +156,10 @@ class PeerTier(Tier):
 
         return self._at_peers(keys, keys, ask, failed, deadline)
 
+    def only_lossy(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """See :class:`~kvferry.store.tier.Tier`. What was seen at peers within the last minute."""
+        return [self._lossy.has((namespace, key)) for key in keys]
+
     def read_into(
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
     ) -> list[ReadResult]:
@@ -184,6 +190,7 @@ class PeerTier(Tier):
         self._count("hits", outcomes[ReadOutcome.HIT])
         self._count("misses", outcomes[ReadOutcome.MISS])
         self._count("corrupt_reads", outcomes[_CORRUPT])
+        self._lossy.add((namespace, b.key) for b, r in zip(blocks, results, strict=True) if r.lossy)
         for block, result in zip(blocks, results, strict=True):
             if result.outcome is _CORRUPT or (result.outcome is ReadOutcome.MISS and not result.reason):
                 self._forget_one(namespace, block.key)
@@ -362,6 +369,10 @@ class PeerTier(Tier):
         self._count("stored", counts[WriteOutcome.STORED])
         self._count("present", counts[WriteOutcome.PRESENT])
         self._count("refused", counts[WriteOutcome.REFUSED])
+        for block, result in zip(blocks, results, strict=True):
+            if result.outcome in (WriteOutcome.STORED, WriteOutcome.PRESENT):
+                change = self._lossy.add if block.lossy else self._lossy.discard
+                change([(namespace, block.key)])
         with self._lock:
             for block, result in zip(blocks, results, strict=True):
                 if result.outcome is WriteOutcome.STORED and (namespace, block.key) not in self._written:
