@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.transports import peer_owner
+from kvferry.transports import peer_owner, sock_diag
 from kvferry.transports.peer_owner import AllowedUsers, is_local, owner_of_peer, parse_allowed
 
 
@@ -26,6 +28,22 @@ def connected(
         other, _ = server.accept()
         with other:
             yield [one, other]
+
+
+@pytest.fixture(params=["asked", "listed"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a question to the kernel, and where that is not answered by its list."""
+
+    def refuse(*_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such handler")
+
+    def never(*_: object) -> None:
+        raise AssertionError("the list is not needed")
+
+    if request.param == "listed":
+        monkeypatch.setattr(peer_owner, "owner_of", refuse)
+    else:
+        monkeypatch.setattr(peer_owner, "_listed_owner", never)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +68,10 @@ def test_an_end_that_was_closed_is_nobodys() -> None:
         one.sendall(b"x")
         one.close()
         assert owner_of_peer(other) is None
+        with connected("127.0.0.1", socket.AF_INET) as (third, _):
+            far = ipaddress.ip_address("127.0.0.1")
+            ends = (far, third.getpeername()[1]), (far, 1)  # the socket that listens there is not this one
+            assert sock_diag.owner_of(*ends) is None
         assert "cannot be found" in AllowedUsers().problem_with_peer(other)
         assert AllowedUsers(anybody=True).problem_with_peer(other) == ""
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a TCP connection within this machine: the kernel lists the owners of sockets."""
+"""Who is at the other end of a TCP connection within this machine: the kernel knows the owners of sockets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from kvferry.core.errors import ConfigError
 from kvferry.transports.ip import OUT_OF_FILES
+from kvferry.transports.sock_diag import End, owner_of
 from kvferry.transports.unix_options import parse_ids
 
 __all__ = ["AllowedUsers", "is_local", "owner_of_peer", "parse_allowed"]
@@ -54,7 +55,7 @@ class AllowedUsers:
         uid = owner_of_peer(sock)
         if uid is None:
             return (
-                "the user at the other end of a loopback connection cannot be found in /proc/net/tcp; "
+                "the user at the other end of a loopback connection cannot be found, it may be in a container; "
                 "allow_uid=any at both ends takes everybody on this machine"
             )
         if uid in (0, os.geteuid()) or uid in self.uids:
@@ -99,10 +100,18 @@ def owner_of_peer(sock: socket.socket) -> int | None:
         own, peer = sock.getsockname(), sock.getpeername()
     except OSError:
         return None
-    wanted = {
-        f" {_hex(_address(peer), peer[1], mapped)} {_hex(_address(own), own[1], mapped)} ".encode()
-        for mapped in (False, True)
-    }
+    ends = (_address(peer), peer[1]), (_address(own), own[1])
+    try:
+        return owner_of(*ends)
+    except OSError as error:
+        if error.errno in OUT_OF_FILES:
+            raise
+        return _listed_owner(*ends)
+
+
+def _listed_owner(local: End, remote: End) -> int | None:
+    """As :func:`owner_of`, where the kernel answers no such question: in its list of all sockets."""
+    wanted = {f" {_hex(*local, mapped)} {_hex(*remote, mapped)} ".encode() for mapped in (False, True)}
     for _ in range(_LOOKS):
         for table in _TABLES:
             try:
