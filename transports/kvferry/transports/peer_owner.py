@@ -55,7 +55,7 @@ class AllowedUsers:
         uid = owner_of_peer(sock)
         if uid is None:
             return (
-                "the user at the other end of a loopback connection cannot be found, it may be in a container; "
+                "the user at the other end of a loopback connection cannot be found, as in a container; "
                 "allow_uid=any at both ends takes everybody on this machine"
             )
         if uid in (0, os.geteuid()) or uid in self.uids:
