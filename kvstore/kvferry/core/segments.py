@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvferry.core.buffers import PAGE_NBYTES, ByteArray
 from kvferry.core.errors import ProtocolError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
 
-__all__ = ["MappedSegment", "Segment", "SegmentInfo", "Slot", "pages_of"]
+__all__ = ["MappedSegment", "Segment", "SegmentInfo", "Slot", "is_segment", "pages_of"]
 
 F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; not named by the fcntl module
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -75,6 +76,14 @@ def _memfd(name: str, nbytes: int, placement: Placement = ANYWHERE) -> int:
         os.close(fd)
         raise
     return fd
+
+
+_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of the segments that this process owns
+
+
+def is_segment(owner: object) -> bool:
+    """Whether ``owner``, the object behind a view, is the memory of a segment made by this process."""
+    return isinstance(owner, mmap.mmap) and owner in _maps
 
 
 class _Views:
@@ -161,6 +170,7 @@ class Segment(_Views):
             raise
         super().__init__(SegmentInfo(segment, nbytes, tenant), memoryview(data), memoryview(table).cast("Q"))
         self.array: ByteArray | None = np.frombuffer(data, np.uint8)
+        _maps.add(data)
 
     def raise_generation(self, offset: int) -> None:
         """Count the page at ``offset`` up, so that whoever still reads there finds out.

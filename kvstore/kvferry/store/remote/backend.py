@@ -71,11 +71,14 @@ class Get(NamedTuple):
         name: Of the value.
         sink: Given its size, makes what takes it.
         most: Only so many bytes from its start, which are then its size; ``None``: all.
+        expected: For a backend that :attr:`~Backend.moves_whole` values: makes views that take one of
+            the size that most have, among them those of the sink, which is given it all the same.
     """
 
     name: str
     sink: Callable[[int], Sink]
     most: int | None = None
+    expected: Callable[[], list[memoryview]] | None = None
 
 
 class Listed(NamedTuple):
@@ -90,9 +93,13 @@ class Backend(ABC):
 
     Attributes:
         tells_deleted: Whether :meth:`delete` tells what was there.
+        lists: Whether :meth:`listing` can tell what is there.
+        moves_whole: Whether it moves values in one piece, and so wants :attr:`Get.expected`.
     """
 
     tells_deleted: bool = True
+    lists: bool = True
+    moves_whole: bool = False
 
     @abstractmethod
     def max_value_nbytes(self, deadline: float) -> int:

@@ -120,6 +120,11 @@ class RemoteIndex:
         held = self._held.get(name)
         return 0 if held is None else held.nbytes
 
+    def all(self) -> list[Held]:
+        """What is held now."""
+        with self._lock:
+            return list(self._held.values())
+
     def excess(self, most: int) -> list[Held]:
         """What has to go, as more was found at the start than may be there; ``most`` at a time."""
         with self._lock:

@@ -15,7 +15,7 @@ from kvferry.store.remote.names import Names
 from kvferry.store.remote.removal import remove_blocks
 from kvferry.store.tier import UNKNOWN_PARENT, TierEntry
 
-__all__ = ["Finder", "entries_of"]
+__all__ = ["Finder", "entries_of", "known_entries"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +44,17 @@ def entries_of(
             nbytes = index.nbytes_of(name.base) or value.nbytes
             tenant = tenants[name.tenant]
             yield TierEntry(tenant, name.namespace_id, name.key, nbytes, UNKNOWN_PARENT, -1, verified=False)
+
+
+def known_entries(names: Names, tenants: Mapping[str, str], index: RemoteIndex) -> Iterator[TierEntry]:
+    """The blocks of some tenants that this process knows of, for stores that do not list what they hold."""
+    for held in index.all():
+        name = names.parse(held.name)
+        if name is not None and name.tenant in tenants:
+            tenant = tenants[name.tenant]
+            yield TierEntry(
+                tenant, name.namespace_id, name.key, held.nbytes, UNKNOWN_PARENT, -1, verified=False
+            )
 
 
 class Finder:

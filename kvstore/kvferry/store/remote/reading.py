@@ -13,7 +13,7 @@ from kvferry.store.encoding import TierCodec
 from kvferry.store.remote.backend import Answer, Backend, Done, Get
 from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import Held
-from kvferry.store.remote.manifest import Manifest
+from kvferry.store.remote.manifest import CHECKSUM_NBYTES, Manifest
 from kvferry.store.remote.payload import Decoding, receive_block, receive_part
 from kvferry.store.tier import BlockRead, ReadOutcome, ReadResult
 
@@ -50,6 +50,11 @@ def read_blocks(
         )
         for b in blocks
     ]
+    if backend.moves_whole and not codec.is_on:
+        gets = [
+            get._replace(expected=partial(_whole_value, home, b.into))
+            for get, b in zip(gets, blocks, strict=True)
+        ]
     began = time.monotonic()
     answers = backend.get(gets, deadline)
     took = time.monotonic() - began
@@ -72,6 +77,17 @@ def read_blocks(
     return found
 
 
+def _whole_value(home: Home, into: memoryview) -> list[memoryview]:
+    """What takes a block that is not encoded: its manifest, its data, its checksum."""
+    at = home.template.inline_nbytes
+    own = page_aligned(at + CHECKSUM_NBYTES)
+    return [own[:at], into, own[at:]]
+
+
+def _only(view: memoryview) -> list[memoryview]:
+    return [view]
+
+
 def _manifest(answer: Answer) -> Manifest:
     assert answer.received is not None
     assert answer.received.manifest is not None
@@ -92,7 +108,9 @@ def _read_parts(
         at, into = 0, page_aligned(manifest.data_nbytes) if manifest.encoding else blocks[n].into
         buffers.append(into)
         for name, part in zip(home.part_names(blocks[n].key, manifest), manifest.parts, strict=True):
-            gets.append(Get(name, partial(receive_part, part, into[at : at + part.nbytes])))
+            piece = into[at : at + part.nbytes]
+            expected = partial(_only, piece) if backend.moves_whole else None
+            gets.append(Get(name, partial(receive_part, part, piece), expected=expected))
             at += part.nbytes
     answers = iter(backend.get(gets, decoding.deadline))
     for (n, manifest), data in zip(split, buffers, strict=True):

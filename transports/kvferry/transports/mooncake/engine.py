@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import ipaddress
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import Final, Literal, Protocol, TypeAlias, cast
 
 from kvferry.core.errors import PluginUnavailableError, TransportError
-from kvferry.core.install_hint import install_hint
 from kvferry.core.trusted_peers import TrustedPeers
 from kvferry.transports.mooncake.admission import Network, admit_only, listening
 from kvferry.transports.mooncake.aliases import AliasArea
+from kvferry.transports.mooncake.library import environment, load_library
 from kvferry.transports.region import Access
 
 __all__ = ["DONE", "FAILED", "Engine", "EngineSettings", "Wire", "engine_of", "unavailable"]
@@ -87,7 +85,7 @@ class Engine:
         if wire == "rdma" and not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
             raise TransportError("mooncake over rdma: this machine has no RDMA device; take wire=tcp")
         own = {"MC_TCP_BIND_ADDRESS": settings.host} | ({"MC_FORCE_TCP": "1"} if wire == "tcp" else {})
-        with _environment(own | {k: v for k, v in _LOGGING.items() if k not in os.environ}):
+        with environment(own | {k: v for k, v in _LOGGING.items() if k not in os.environ}):
             self._library = _load()()
             if self._library.initialize(f"{settings.host}:0", "P2PHANDSHAKE", wire, devices):
                 raise TransportError(
@@ -268,29 +266,4 @@ def unavailable() -> str:
 
 def _load() -> Callable[[], _Library]:
     """The library's class."""
-    try:
-        module: Any = importlib.import_module("mooncake.engine")
-    except ImportError as error:
-        if error.name is None and "ibverbs" in str(error):
-            raise PluginUnavailableError(
-                "mooncake needs libibverbs.so.1, also without RDMA: apt-get install libibverbs1"
-            ) from error
-        raise PluginUnavailableError(
-            f"mooncake cannot be loaded ({error}): {install_hint('mooncake')}"
-        ) from error
-    return cast("Callable[[], _Library]", module.TransferEngine)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables that the library reads when it starts, and the process is to have only then."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return cast("Callable[[], _Library]", load_library("mooncake.engine").TransferEngine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,16 +17,13 @@ from obstore.store import S3Store
 from kvferry.core.buffers import copy_into
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, TierError
-from kvferry.store.breaker import Breaker
-from kvferry.store.io_pool import IoPool
 from kvferry.store.problems import Problems
 from kvferry.store.remote.backend import Answer, Backend, Done, Get, Listed, Put
 from kvferry.store.remote.payload import Received
+from kvferry.store.remote.requests import Requests
 from kvferry.store.remote.s3.options import S3Options
 
 __all__ = ["S3Backend"]
-
-_log = logging.getLogger(__name__)
 
 _MAX_OBJECT_NBYTES: Final = 1 << 40
 _STREAM_NBYTES: Final = 1 << 20
@@ -84,17 +80,7 @@ class S3Backend(Backend):
         self._options = options
         self._problems = problems
         self._store = _store(options)
-        self._pool = IoPool(f"kvferry-{tier}", options.connections)
-        self._breaker = Breaker(
-            f"{tier}, bucket {options.bucket}",
-            work="requests",
-            errors=options.server_errors,
-            pause_s=options.server_pause_s,
-            max_pause_s=20 * options.server_pause_s,
-        )
-        self._reason = ""
-        self._failures = 0
-        self._requests = 0
+        self._requests = Requests(tier, f"bucket {options.bucket}", options)
         self._closed = False
 
     # -- the verbs -------------------------------------------------------------------------------------
@@ -192,8 +178,7 @@ class S3Backend(Backend):
 
     def problems(self) -> Mapping[str, str]:
         """See :class:`~kvferry.store.remote.backend.Backend`."""
-        down = {f"bucket {self._options.bucket}": self._reason} if self._breaker.is_open else {}
-        return {**self._problems.conditions(), **down}
+        return {**self._problems.conditions(), **self._requests.problems()}
 
     def status(self) -> Mapping[str, str]:
         """See :class:`~kvferry.store.remote.backend.Backend`."""
@@ -202,42 +187,22 @@ class S3Backend(Backend):
 
     def counters(self) -> Mapping[str, float]:
         """See :class:`~kvferry.store.remote.backend.Backend`."""
-        return {"requests": float(self._requests), "server_failures": float(self._failures)}
+        return self._requests.counters()
 
     def close(self) -> None:
         """See :class:`~kvferry.store.remote.backend.Backend`."""
         if self._closed:
             return
         self._closed = True
-        if hanging := self._pool.close():
-            _log.warning("tier %s: requests under way are left behind: %s", self._tier, ", ".join(hanging))
+        self._requests.close()
 
     # -- requests --------------------------------------------------------------------------------------
 
     def _run(self, count: int, work: Callable[[int], Answer], deadline: float) -> list[Answer]:
         """Make requests side by side; an answer each by the deadline."""
-        if not self._breaker.enter():
-            text = f"bucket {self._options.bucket} is left alone for a while, after: {self._reason}"
-            return [Answer(Done.FAILED, text)] * count
-        try:
-            batch = self._pool.run(count, lambda n: self._one(work, n, deadline), deadline)
-            results, begun = batch.cancel()
-        except BaseException:
-            self._breaker.leave(failures=0, successes=0)
-            raise
-        flying = None if batch.settled.is_set() else batch.settled
-        late = Answer(Done.FAILED, "not done by the deadline")
-        answers = [
-            late._replace(in_flight=flying if n in begun else None) if result is None else result
-            for n, result in enumerate(results)
-        ]
-        self._judge(answers)
-        return answers
+        return self._requests.run(count, lambda span: [self._one(work, n) for n in span], deadline)
 
-    def _one(self, work: Callable[[int], Answer], number: int, deadline: float) -> Answer:
-        if is_past(deadline):
-            return Answer(Done.FAILED, "not begun by the deadline")
-        self._requests += 1
+    def _one(self, work: Callable[[int], Answer], number: int) -> Answer:
         try:
             return work(number)
         except (AlreadyExistsError, PreconditionError):
@@ -248,17 +213,6 @@ class S3Backend(Backend):
             return _NO
         except (BaseError, OSError, TierError) as error:
             return Answer(Done.FAILED, _reason(error))
-
-    def _judge(self, answers: Sequence[Answer]) -> None:
-        failed = [answer for answer in answers if answer.done is Done.FAILED]
-        if failed:
-            self._failures += len(failed)
-            self._reason = failed[0].reason
-        self._breaker.leave(
-            failures=int(bool(failed)),
-            successes=len(answers) - len(failed),
-            reason=failed[0].reason if failed else "",
-        )
 
 
 class _Chunks:
