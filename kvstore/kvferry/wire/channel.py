@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
 from kvferry import transports
-from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
 from kvferry.core.clock import deadline_in, earliest, is_past, time_left
 from kvferry.core.errors import (
     KVFerryError,
@@ -19,21 +18,21 @@ from kvferry.core.errors import (
     TransportError,
     error_from_code,
 )
-from kvferry.transports.base import Connection, SharedMemoryConnection
+from kvferry.transports.base import Connection
+from kvferry.wire.channel_state import ChannelState
 from kvferry.wire.handshake import shaking_hands
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import Failure, Hello, Message, Welcome
 from kvferry.wire.options import ChannelOptions, Peer
-from kvferry.wire.payload import SMALL_NBYTES, sealed
+from kvferry.wire.payload import SMALL_NBYTES, damaged, sealed
 from kvferry.wire.protocol import (
     DESCRIPTOR_TYPES,
     MessageReceived,
     Side,
     State,
-    WireProtocol,
     printable,
 )
-from kvferry.wire.reader import FrameReader
+from kvferry.wire.short import DAMAGED, DONE, ShortWay
 
 __all__ = ["Channel", "Incoming"]
 
@@ -42,7 +41,7 @@ M = TypeVar("M", bound=Message)
 _FAILURE_TIMEOUT_S = 1.0
 
 
-class Channel:
+class Channel(ChannelState):
     """One connection after its handshake.
 
     One thread may receive while others send (sends take turns); :meth:`abort` may be called from any
@@ -51,26 +50,6 @@ class Channel:
 
     Made by :meth:`connect` and :meth:`accept` only.
     """
-
-    def __init__(self, connection: Connection, protocol: WireProtocol, options: ChannelOptions) -> None:
-        self._connection = connection
-        self._protocol = protocol
-        self._reader = FrameReader(connection, protocol)
-        # Descriptors that were read over would be lost; only servers send them.
-        self._reads_ahead = protocol.side is Side.SERVER or not self.shares_memory
-        self._options = options
-        self._send_lock = threading.Lock()
-        self._receive_lock = threading.Lock()
-        self._pending: Incoming | None = None
-        self._peer: Peer | None = None
-        self._next_request = 0
-        self._closed = False
-        self._failure_received = False
-        self._waiting = False
-        self._last_activity = time.monotonic()
-
-    def __repr__(self) -> str:
-        return f"<Channel to {self.address} {self._protocol.state.value}>"
 
     # ---- making one --------------------------------------------------------------------------
 
@@ -98,6 +77,7 @@ class Channel:
         limit = earliest(deadline, deadline_in(options.hello_timeout_s))
         with channel._handshake(limit):
             channel._say_hello(limit)
+        channel._open()
         return channel
 
     @classmethod
@@ -115,6 +95,7 @@ class Channel:
         limit = earliest(deadline, deadline_in(options.hello_timeout_s))
         with channel._handshake(limit):
             channel._await_hello(limit)
+        channel._open()
         return channel
 
     @classmethod
@@ -142,6 +123,12 @@ class Channel:
             except KVFerryError:
                 self.abort()
 
+    def _open(self) -> None:
+        """The handshake is over."""
+        self._short_place = self._reader.place
+        self._short = ShortWay.of(self._connection, self._protocol, self._short_place)
+        self._took_long_way = True
+
     def _say_hello(self, limit: float) -> None:
         sent_at = time.monotonic()
         self._send_frame(self._options.hello(sent_at), [], limit, 0)
@@ -159,51 +146,6 @@ class Channel:
         self._peer = self._options.admitted(self.address, hello, self._protocol.version, received_at)
         welcome = self._options.welcome(self._protocol, received_at, time.monotonic())
         self._send_frame(welcome, [], limit, 0)
-
-    # ---- properties --------------------------------------------------------------------------
-
-    @property
-    def address(self) -> str:
-        """URL of the other end."""
-        return self._connection.peer_address
-
-    @property
-    def peer(self) -> Peer:
-        """The other end, as it described itself."""
-        assert self._peer is not None, "made by connect() and accept() only"
-        return self._peer
-
-    @property
-    def checksum(self) -> bool:
-        """Whether frames carry a checksum on this connection."""
-        return self._protocol.checksum
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether descriptors of memory can be passed along with frames."""
-        return isinstance(self._connection, SharedMemoryConnection)
-
-    @property
-    def peer_pid(self) -> int | None:
-        """Process id of the peer as the kernel knows it, if it does."""
-        return self._memory().peer_credentials[0] if self.shares_memory else None
-
-    @property
-    def closed(self) -> bool:
-        """Whether this end was closed, or aborted after an error."""
-        return self._closed
-
-    @property
-    def reusable(self) -> bool:
-        """Whether another request may be made: no frame is open, and the peer reported no failure."""
-        return not (
-            self._closed or self._failure_received or self._pending is not None or self._protocol.in_frame
-        )
-
-    @property
-    def idle_s(self) -> float:
-        """For how many seconds a thread has been waiting for a frame with nothing moving; else 0."""
-        return time.monotonic() - self._last_activity if self._waiting else 0.0
 
     # ---- sending -----------------------------------------------------------------------------
 
@@ -231,24 +173,35 @@ class Channel:
             TransferTimeoutError: At the deadline; the connection is aborted if the frame had begun.
             ConnectionClosedError: If this end or the peer closed it.
         """
-        views: list[memoryview] = []
-        nbytes = 0
-        for part in payload:
-            view = as_bytes_view(part)
-            if n := len(view):
-                views.append(view)
-                nbytes += n
         memory = self._memory() if descriptors else None
         lock = self._send_lock
         if not (lock.acquire(False) or lock.acquire(timeout=time_left(deadline))):
             raise TransferTimeoutError(f"{self.address}: another thread was sending until the deadline")
         try:
-            self._send_frame(message, views, deadline, request_id, nbytes)
+            if not (self._short is not None and self._send_short(message, payload, deadline, request_id)):
+                views = [view for part in payload if len(view := as_bytes_view(part))]
+                self._send_frame(message, views, deadline, request_id, total_nbytes(views))
             if memory is not None:
                 with self._frame():
                     memory.send_descriptors(descriptors, deadline)
         finally:
             lock.release()
+
+    def _send_short(self, message: Message, payload: Sequence[Buf], deadline: float, request_id: int) -> bool:
+        """Whether that was all."""
+        short = self._short
+        assert short is not None
+        try:
+            code = short.send(message, request_id, payload, deadline)
+            if code is None:
+                return False
+            if code != DONE:
+                raise short.error(code, "sending")
+        except BaseException:
+            self._frame_failed()
+            raise
+        self._last_activity = time.monotonic()
+        return True
 
     def reply(
         self, request: Incoming, message: Message, payload: Sequence[Buf] = (), *, deadline: float
@@ -302,13 +255,16 @@ class Channel:
             if self._pending is not None:
                 raise self._unread()
             self._waiting = True
+            if self._short is not None and (found := self._receive_short(self._short, deadline, ahead)):
+                return found
+            self._took_long_way = True
             event = self._read_whole(deadline) if ahead and self._reader.gets_more else None
             if event is not None:
                 now = self._last_activity = time.monotonic()
                 message, nbytes = event.message, event.payload_nbytes
                 if type(message) is Failure:
                     self._failure_received = True
-                incoming = Incoming(self, event, message, nbytes, event.request_id, now)
+                incoming = Incoming(self, message, nbytes, event.request_id, now, event.has_trailer)
                 if nbytes:
                     self._pending = incoming
                 return incoming
@@ -320,6 +276,32 @@ class Channel:
         finally:
             self._waiting = False
             self._receive_lock.release()
+
+    def _receive_short(self, short: ShortWay, deadline: float, ahead: bool) -> Incoming | None:
+        """The next frame; ``None`` if it is for the long way, which has what came of it."""
+        if self._took_long_way:
+            if not self._reader.between_frames:
+                return None
+            self._took_long_way = False
+        try:
+            found = short.receive(deadline, ahead)
+            if type(found) is tuple:
+                message, request_id, nbytes = found
+                now = self._last_activity = time.monotonic()
+                if type(message) is Failure:
+                    self._failure_received = True
+                incoming = Incoming(self, message, nbytes, request_id, now, self._protocol.checksum)
+                if nbytes:
+                    self._pending = incoming
+                return incoming
+            if type(found) is int:
+                if found <= 0:
+                    raise short.error(found, "receiving")
+                self._reader.take_over(self._short_place, 0, found)
+        except BaseException:
+            self._frame_failed()
+            raise
+        return None
 
     def _read_whole(self, deadline: float) -> MessageReceived | None:
         try:
@@ -402,15 +384,43 @@ class Channel:
         self._last_activity = time.monotonic()
         self._failure_received = self._failure_received or type(event.message) is Failure
         nbytes = event.payload_nbytes
-        incoming = Incoming(self, event, event.message, nbytes, event.request_id, started_at)
+        incoming = Incoming(self, event.message, nbytes, event.request_id, started_at, event.has_trailer)
         self._pending = incoming if nbytes else None
         return incoming
+
+    def read_directly(self, incoming: Incoming, views: Sequence[memoryview], deadline: float) -> bool:
+        """Fill ``views`` in one call and compare the trailer; ``False`` if that is for the long way."""
+        short = self._short
+        if short is None or self._pending is not incoming:
+            return False
+        self._begin_receiving()
+        try:
+            code = short.receive_payload(views, deadline)
+            if code is None:
+                return False
+            self._pending = None
+            if code != DONE:
+                if code == DAMAGED:
+                    raise damaged(self.address, incoming, *short.progress())
+                raise short.error(code, "receiving")
+        except BaseException:
+            self._frame_failed()
+            raise
+        finally:
+            self._receive_lock.release()
+        self._last_activity = time.monotonic()
+        return True
 
     def read_payload(self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float) -> None:
         """Fill ``pieces``, which hold the whole payload, then take the trailer."""
         self._begin_receiving()
         try:
-            self._reader.read_payload(incoming.event, pieces, deadline)
+            if self._short is not None:
+                head_nbytes, nbytes = self._short.hand_over()
+                self._took_long_way = True
+                if head_nbytes:
+                    self._reader.take_over(self._short_place, head_nbytes, nbytes)
+            self._reader.read_payload(incoming, pieces, deadline)
         except BaseException:
             self._frame_failed()
             raise
@@ -434,44 +444,15 @@ class Channel:
         finally:
             self._receive_lock.release()
 
-    def _memory(self) -> SharedMemoryConnection:
-        if not isinstance(self._connection, SharedMemoryConnection):
-            raise ProtocolError(
-                f"{self.address}: descriptors of memory pass only between processes of one machine, "
-                "use a unix:// address"
-            )
-        return self._connection
-
     def holds_payload_of(self, incoming: Incoming) -> bool:
         """Whether the payload of ``incoming`` is the next thing in the connection."""
         return self._pending is incoming
-
-    def _unread(self) -> ProtocolError:
-        assert self._pending is not None
-        return ProtocolError(
-            f"{self.address}: {self._pending.payload_nbytes} payload bytes of the last "
-            f"{type(self._pending.message).__name__} must be read or discarded first"
-        )
 
     def _begin_receiving(self) -> None:
         if not self._receive_lock.acquire(False):
             raise ProtocolError(f"{self.address}: two threads receive from one channel")
 
     # ---- ending ------------------------------------------------------------------------------
-
-    @contextmanager
-    def _frame(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._frame_failed()
-            raise
-        self._last_activity = time.monotonic()
-
-    def _frame_failed(self) -> None:
-        """Abort the connection after any exception: half a frame is on the way or taken."""
-        if self._peer is not None:  # before that the handshake ends it, with a word to the peer
-            self.abort()
 
     def linger(self, deadline: float) -> None:
         """Read and drop what the peer still sends, until it closes or the deadline; never raises.
@@ -485,16 +466,6 @@ class Channel:
                 self.receive(deadline).discard(deadline)
         except KVFerryError:
             return  # closed by the peer, as hoped, or aborted
-
-    def close(self) -> None:
-        """End the connection after what was sent has been handed over; a second call does nothing."""
-        self._closed = True
-        self._connection.close()
-
-    def abort(self) -> None:
-        """End the connection at once; wakes threads that use it. Safe from any thread."""
-        self._closed = True
-        self._connection.abort()
 
     def _error_of(self, failure: Failure) -> KVFerryError:
         return error_from_code(failure.code, f"{self.address}: {printable(failure.message, 4000)}")

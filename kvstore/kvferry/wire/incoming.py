@@ -11,7 +11,6 @@ from kvferry.core.buffers import as_bytes_view
 from kvferry.core.errors import ProtocolError
 from kvferry.wire.messages import Message
 from kvferry.wire.payload import scratch_pieces
-from kvferry.wire.protocol import MessageReceived
 
 __all__ = ["Incoming", "PayloadSource"]
 
@@ -28,6 +27,10 @@ class PayloadSource(Protocol):
         """Whether the payload of ``incoming`` is the next thing in the connection."""
         ...
 
+    def read_directly(self, incoming: Incoming, views: Sequence[memoryview], deadline: float) -> bool:
+        """Fill ``views`` in one call and compare the trailer; ``False`` if that is for the long way."""
+        ...
+
     def read_payload(self, incoming: Incoming, pieces: Iterable[list[memoryview]], deadline: float) -> None:
         """Fill ``pieces``, which hold the whole payload, then take the trailer."""
         ...
@@ -41,14 +44,15 @@ class Incoming(msgspec.Struct, eq=False):  # a struct: one is made for every fra
         payload_nbytes: Bytes of its payload.
         request_id: To be echoed in the answer.
         started_at: Monotonic time at which the frame began to arrive.
+        has_trailer: Whether a checksum follows the payload.
     """
 
     _channel: PayloadSource
-    event: MessageReceived
     message: Message
     payload_nbytes: int
     request_id: int
     started_at: float
+    has_trailer: bool
 
     def __repr__(self) -> str:
         return f"<Incoming {type(self.message).__name__} #{self.request_id} +{self.payload_nbytes} bytes>"
@@ -68,6 +72,8 @@ class Incoming(msgspec.Struct, eq=False):  # a struct: one is made for every fra
             TransferTimeoutError: At the deadline; the connection is aborted.
             ConnectionClosedError: If the stream ends first.
         """
+        if self._channel.read_directly(self, views, deadline):
+            return
         flat: list[memoryview] = []
         nbytes, writable = 0, True
         for one in views:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
 from kvferry.core.errors import CorruptBlockError
 from kvferry.transports.hashed import PIECE_NBYTES
-from kvferry.wire.protocol import TRAILER_NBYTES, MessageReceived
+from kvferry.wire.messages import Message
+from kvferry.wire.protocol import TRAILER_NBYTES
 
-__all__ = ["PIECE_NBYTES", "SMALL_NBYTES", "damaged", "scratch_pieces", "sealed"]
+__all__ = ["PIECE_NBYTES", "SMALL_NBYTES", "Frame", "damaged", "scratch_pieces", "sealed"]
 
 SMALL_NBYTES = 8 << 10
 """Up to here a payload costs less to copy once than to be moved by itself."""
@@ -18,11 +20,35 @@ SMALL_NBYTES = 8 << 10
 _SCRATCH_NBYTES = 256 << 10
 
 
-def damaged(address: str, event: MessageReceived, found: int, sent: int) -> CorruptBlockError:
+class Frame(Protocol):
+    """A frame whose payload is due."""
+
+    @property
+    def message(self) -> Message:
+        """Its message."""
+        ...
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of its payload."""
+        ...
+
+    @property
+    def request_id(self) -> int:
+        """Echoed in the answer."""
+        ...
+
+    @property
+    def has_trailer(self) -> bool:
+        """Whether a checksum follows the payload."""
+        ...
+
+
+def damaged(address: str, frame: Frame, found: int, sent: int) -> CorruptBlockError:
     """What is raised when a frame has another checksum than its sender computed; the connection ends."""
     return CorruptBlockError(
-        f"{address}: {type(event.message).__name__} with its payload ({event.payload_nbytes} bytes, request "
-        f"{event.request_id}) has xxh3_64 {found:016x}, sent was {sent:016x}; connection aborted"
+        f"{address}: {type(frame.message).__name__} with its payload ({frame.payload_nbytes} bytes, request "
+        f"{frame.request_id}) has xxh3_64 {found:016x}, sent was {sent:016x}; connection aborted"
     )
 
 

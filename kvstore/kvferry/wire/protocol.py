@@ -9,7 +9,6 @@ time, and puts payloads where they belong. Which message may be sent by whom in 
 from __future__ import annotations
 
 import enum
-import functools
 import struct
 from typing import Final, NamedTuple, TypeAlias, cast
 
@@ -28,12 +27,11 @@ from kvferry.wire.agreement import (
     Versions,
     negotiate,
 )
-from kvferry.wire.daemon_messages import DaemonMessage
-from kvferry.wire.messages import AnyMessage, Message
+from kvferry.wire.encoding import MAGIC, decode_message, encode_message, kind_numbers, kinds
+from kvferry.wire.messages import Message
 from kvferry.wire.printable import magic_hint, printable
 from kvferry.wire.tables import (
     DESCRIPTOR_TYPES,
-    HANDSHAKE_ONLY,
     NAMES,
     NUMBERS,
     PAYLOAD_TYPES,
@@ -69,8 +67,6 @@ __all__ = [
     "printable",
 ]
 
-MAGIC: Final = b"KVFY"
-
 _HEADER = struct.Struct("<4sHHIQIQ")
 # The same bytes, with magic, version and type as one number, by which a frame is recognised.
 _SHORT_HEADER = struct.Struct("<QIQIQ")
@@ -79,10 +75,6 @@ FLAG_TRAILER: Final = 1
 """Bit of the header's flags: the frame ends with its checksum. All other bits are zero."""
 HEADER_NBYTES: Final = _HEADER.size
 TRAILER_NBYTES: Final = _TRAILER.size
-
-# Over the union, not per class: only so is the tag required and compared.
-_DECODER: Final = msgspec.msgpack.Decoder(AnyMessage | DaemonMessage)
-_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class MessageReceived(msgspec.Struct, frozen=True, gc=False):
@@ -112,21 +104,6 @@ class _Header(NamedTuple):
     meta_nbytes: int
     payload_nbytes: int
     next_state: State
-
-
-@functools.lru_cache(maxsize=8)
-def _kinds(version: int) -> dict[int, type[Message]]:
-    """What may come on an open connection, by the first 8 bytes of its header."""
-    return {
-        int.from_bytes(MAGIC + struct.pack("<HH", version, number), "little"): cls
-        for number, cls in TYPES.items()
-        if cls not in HANDSHAKE_ONLY
-    }
-
-
-@functools.lru_cache(maxsize=8)
-def _kind_numbers(version: int) -> dict[type[Message], int]:
-    return {cls: kind for kind, cls in _kinds(version).items()}
 
 
 class _Phase(enum.Enum):
@@ -191,6 +168,16 @@ class WireProtocol:
     def _shaking_hands(self) -> bool:
         return self.state is _START or self.state is _OFFERED
 
+    @property
+    def kinds(self) -> tuple[dict[int, type[Message]], dict[type[Message], int]]:
+        """What an open connection carries: classes by the first 8 bytes of a header, and these by class."""
+        return self._kinds, self._kind_numbers
+
+    @property
+    def flags(self) -> int:
+        """Of the headers of all frames: as agreed once the connection is open."""
+        return self._flags
+
     # ---- sending -----------------------------------------------------------------------------
 
     def encode(self, message: Message, payload_nbytes: int = 0, request_id: int = 0) -> bytes:
@@ -205,7 +192,7 @@ class WireProtocol:
         if kind is None:
             return self._encode_by_table(message, payload_nbytes, request_id)
         try:
-            meta = _ENCODER.encode(message)
+            meta = encode_message(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"{NAMES[cls]} cannot be encoded: {error}") from error
         meta_nbytes, flags, limits = len(meta), self._flags, self.limits
@@ -223,7 +210,7 @@ class WireProtocol:
         cls = type(message)
         after, flags = self._state_after(cls), self._flags
         try:
-            meta = _ENCODER.encode(message)
+            meta = encode_message(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"{NAMES[cls]} cannot be encoded: {error}") from error
         self._check_lengths(cls, len(meta), payload_nbytes, remote=False)
@@ -241,7 +228,7 @@ class WireProtocol:
     def _open(self) -> None:
         """The handshake is over: from the next frame on it is as agreed."""
         self._flags = FLAG_TRAILER if self.checksum else 0
-        self._kinds, self._kind_numbers = _kinds(self.version), _kind_numbers(self.version)
+        self._kinds, self._kind_numbers = kinds(self.version), kind_numbers(self.version)
 
     def _state_after(self, cls: type[Message]) -> State:
         if cls not in NUMBERS:
@@ -357,7 +344,7 @@ class WireProtocol:
         ):
             return None
         try:
-            message = _DECODER.decode(data[HEADER_NBYTES:end])
+            message = decode_message(data[HEADER_NBYTES:end])
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
             return None
         if type(message) is not cls:
@@ -370,6 +357,10 @@ class WireProtocol:
             end += TRAILER_NBYTES
         self.head_nbytes = end
         return MessageReceived(message, request_id, payload_nbytes, flags != 0)
+
+    def payload_due(self, head: bytes) -> None:
+        """Tell that a frame was taken up to its payload, which is due; ``head`` is its header and meta."""
+        self._phase, self.head = _AT_PAYLOAD, head
 
     def payload_taken(self) -> None:
         """Tell that the payload was received; its trailer or the next frame is wanted now."""
@@ -435,7 +426,7 @@ class WireProtocol:
                     f"sent {name!r} that was damaged: xxh3_64 {found:016x}, sent was {sent:016x}"
                 )
         try:
-            message = _DECODER.decode(head[HEADER_NBYTES:])
+            message = decode_message(head[HEADER_NBYTES:])
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise self._refuse(f"sent a malformed {name!r}: {printable(str(error))}") from error
         if type(message) is not header.cls:

@@ -9,7 +9,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvferry.core.errors import TransferTimeoutError
 from kvferry.transports.base import Connection
-from kvferry.wire.payload import SMALL_NBYTES, damaged
+from kvferry.wire.payload import SMALL_NBYTES, Frame, damaged
 from kvferry.wire.protocol import (
     HEADER_NBYTES,
     TRAILER_NBYTES,
@@ -47,6 +47,23 @@ class FrameReader:
     def holds_bytes(self) -> bool:
         """Whether bytes were received that no frame has taken yet."""
         return self._first < self._last
+
+    @property
+    def place(self) -> memoryview:
+        """For what is received ahead of its use; replaced if a message is long."""
+        return self._ahead
+
+    @property
+    def between_frames(self) -> bool:
+        """Whether all bytes that came were used, and a frame may begin."""
+        return self._first == self._last and self._protocol.between_frames
+
+    def take_over(self, place: memoryview, head_nbytes: int, nbytes: int) -> None:
+        """Go on from ``nbytes`` at ``place``; the first ``head_nbytes`` of them were the last message."""
+        self._ahead, self._first, self._last = place, head_nbytes, nbytes
+        self._place = place[: self._usual]
+        if head_nbytes:
+            self._protocol.payload_due(bytes(place[:head_nbytes]))
 
     def await_frame(self, deadline: float, *, ahead: bool) -> bool:
         """Wait for the start of a frame, or the end of the stream; ``False`` if none came by ``deadline``."""
@@ -138,9 +155,7 @@ class FrameReader:
         self._first = self._last = 0
         self._last = self._connection.recv_at_least(place, wanted, deadline)
 
-    def read_payload(
-        self, event: MessageReceived, pieces: Iterable[list[memoryview]], deadline: float
-    ) -> None:
+    def read_payload(self, event: Frame, pieces: Iterable[list[memoryview]], deadline: float) -> None:
         """Fill ``pieces``, which hold the whole payload of ``event``, then take the trailer.
 
         Raises:
@@ -163,7 +178,7 @@ class FrameReader:
                 self._connection.recv_into(views, deadline)
         self._protocol.payload_taken()
 
-    def _receive_hashed(self, event: MessageReceived, views: list[memoryview], deadline: float) -> None:
+    def _receive_hashed(self, event: Frame, views: list[memoryview], deadline: float) -> None:
         """Fill ``views``, the whole payload, and take the trailer."""
         protocol, start, first = self._protocol, self._protocol.head, self._first
         nbytes = event.payload_nbytes - (self._last - first)
@@ -179,9 +194,7 @@ class FrameReader:
         if sent != found:
             raise damaged(self._connection.peer_address, event, found, sent)
 
-    def _receive_pieces(
-        self, event: MessageReceived, pieces: Iterable[list[memoryview]], deadline: float
-    ) -> None:
+    def _receive_pieces(self, event: Frame, pieces: Iterable[list[memoryview]], deadline: float) -> None:
         """Fill ``pieces``, whose places may be the same over and over, and take the trailer."""
         trailer, hasher = memoryview(bytearray(TRAILER_NBYTES)), xxh3_64(self._protocol.head)
         left = event.payload_nbytes
@@ -200,9 +213,7 @@ class FrameReader:
         if sent != hasher.intdigest():
             raise damaged(self._connection.peer_address, event, hasher.intdigest(), sent)
 
-    def _copy_payload(
-        self, event: MessageReceived, pieces: Iterable[list[memoryview]], first: int, end: int
-    ) -> None:
+    def _copy_payload(self, event: Frame, pieces: Iterable[list[memoryview]], first: int, end: int) -> None:
         """Give ``pieces`` the bytes [first, end) received ahead, if the trailer behind them matches."""
         ahead, protocol = self._ahead, self._protocol
         protocol.payload_taken()

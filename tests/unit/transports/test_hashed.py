@@ -177,7 +177,7 @@ def test_an_abort_wakes_a_call_inside(
         done = spawn(lambda: one.send_hashed(HEAD, [memoryview(DATA)] * 30, deadline_in(30)))
     connection = other if receiving else one
     until = time.monotonic() + 5
-    while not connection._guard._inside and time.monotonic() < until:
+    while not connection._guard.inside and time.monotonic() < until:
         time.sleep(0.001)
     connection.abort()
     with pytest.raises(ConnectionClosedError, match="closed"):

@@ -34,14 +34,14 @@ class GuardedSocket:
     and the end closes the copy and leaves the stream alone.
     """
 
-    __slots__ = ("_fork", "_inside", "_lock", "_pid", "closed", "closing", "sock")
+    __slots__ = ("_fork", "_lock", "_pid", "closed", "closing", "inside", "sock")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock: Final = sock
         self.closing: Final = threading.Event()
         self._lock = threading.Lock()
-        # One entry a call inside: a list grows and shrinks in one step, without the cost of a lock.
-        self._inside: list[None] = []
+        self.inside: Final[list[None]] = []
+        """One entry a call inside: a list grows and shrinks in one step, without the cost of a lock."""
         self._pid = os.getpid()
         self._fork = _forks
         self.closed = False
@@ -58,15 +58,15 @@ class GuardedSocket:
             raise ConnectionClosedError(
                 f"{name} was made by process {self._pid}, which forked this one; make a new one here"
             )
-        self._inside.append(None)
+        self.inside.append(None)
         if self.closed:
             self.leave()
             raise ConnectionClosedError(f"{name} is closed")
 
     def leave(self) -> None:
         """A call ends; the last one out closes the descriptor once that was asked for."""
-        self._inside.pop()
-        if self.closed and not self._inside:
+        self.inside.pop()
+        if self.closed and not self.inside:
             self.sock.close()
 
     def _inherited(self) -> bool:
@@ -97,11 +97,11 @@ class GuardedSocket:
             return True
 
     def _close(self) -> None:
-        self._inside.append(None)
+        self.inside.append(None)
         self.closed = True
         self.closing.set()
 
     @property
     def others(self) -> bool:
         """Whether another thread is inside; for a caller that is inside itself."""
-        return len(self._inside) > 1
+        return len(self.inside) > 1

@@ -38,7 +38,7 @@ AGAIN: Final = frozenset({_SHORT, errno.EAGAIN, errno.EINTR})
 """Codes after which the rest is due, if there is time: see :meth:`HashedStream.go_on`."""
 
 # kvc_stream of stream.h up to its hash, and one of its parts
-_STATE: Final = struct.Struct("@PQQQQdiiIiQ")
+_STATE: Final = struct.Struct("@PQQQQdiiIiQQ")
 _PART: Final = struct.Struct("@PQ")
 _LEFT_AT, _UNTIL_AT, _TRAILER_DONE_AT = 16, 40, 56
 _U64, _U32, _DOUBLE = struct.Struct("@Q"), struct.Struct("@I"), struct.Struct("@d")
@@ -152,7 +152,7 @@ class HashedStream:
     @property
     def hashes(self) -> tuple[int, int]:
         """The hash of what was received, and the one that came with it."""
-        (sent,) = _U64.unpack_from(self._state, _STATE.size - HASH_NBYTES)
+        (sent,) = _U64.unpack_from(self._state, _STATE.size - 2 * HASH_NBYTES)
         return int(self._functions.hash(self._state_address)), sent
 
     @property
@@ -178,7 +178,9 @@ class HashedStream:
             else:  # has no address
                 count -= 1
         self._total = nbytes
-        _STATE.pack_into(self._state, 0, self._parts_address, count, nbytes, 0, 0, until, fd, flags, 0, 0, 0)
+        _STATE.pack_into(
+            self._state, 0, self._parts_address, count, nbytes, 0, 0, until, fd, flags, 0, 0, 0, 0
+        )
 
 
 _Byte = ctypes.c_char

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvferry.core.errors import ConnectionClosedError, KVFerryError
+from kvferry.transports.guard import GuardedSocket
 from kvferry.transports.hashed import AGAIN, ENDED, STRAY, HashedStream, hashed_stream
 from kvferry.transports.sockets import SocketConnection
 
@@ -21,7 +23,8 @@ _ALL: Final = int(socket.MSG_WAITALL)
 class HashedSocketConnection(SocketConnection):
     """As :class:`SocketConnection`; without the library, and at a rate, it does what any connection does."""
 
-    _receive_flags = _ALL
+    receive_flags = _ALL
+    """Of the system call that receives."""
     _receives_hashed = True
     """Whether to receive is to call the socket, and nothing else."""
 
@@ -31,6 +34,11 @@ class HashedSocketConnection(SocketConnection):
         super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=rate)
         self._outgoing: HashedStream | None = None  # made when first used: most lanes never do
         self._incoming: HashedStream | None = None
+
+    @property
+    def bare(self) -> GuardedSocket | None:
+        """The socket, if to send and to receive is to call it, and nothing else, from now on."""
+        return self._guard if self._pacer is None and self._receives_hashed else None
 
     def send_hashed(self, head: bytes, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.send_hashed`."""
@@ -70,7 +78,7 @@ class HashedSocketConnection(SocketConnection):
             if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
                 self._limit_wait(socket.SO_RCVTIMEO, deadline, "receiving")
                 limit = self._recv_limit
-            code = stream.receive(guard.sock.fileno(), self._receive_flags, start, views, deadline - limit)
+            code = stream.receive(guard.sock.fileno(), self.receive_flags, start, views, deadline - limit)
             while code:
                 if code not in AGAIN:
                     raise self._broken(stream, code)
@@ -94,6 +102,25 @@ class HashedSocketConnection(SocketConnection):
         if code == STRAY:
             return self._truncated()
         return self._failed(OSError(code, os.strerror(code)), "receiving")
+
+    def ended(self, doing: str, moved: int, wanted: int) -> KVFerryError:
+        """What is raised when the stream ended, here or there; ``wanted`` is 0 if nothing was begun."""
+        if doing == "sending":
+            return self.failed(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)), doing)
+        return self._ended(moved, wanted or 1)
+
+    def late(self, doing: str, moved: int, wanted: int) -> KVFerryError:
+        """What is raised when the deadline passed in the midst of ``wanted`` bytes."""
+        more = f", {moved} of {wanted} bytes had come" if doing == "receiving" else ""
+        return self._timed_out(doing + more)
+
+    def failed(self, error: OSError, doing: str) -> KVFerryError:
+        """What is raised when the system says ``error``."""
+        return self._failed(error, doing)
+
+    def truncated(self) -> KVFerryError:
+        """What is raised when control messages came where none are due."""
+        return self._truncated()
 
     def _truncated(self) -> KVFerryError:
         """Control messages were cut off, which none but unix sockets have."""

@@ -215,7 +215,7 @@ class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
         admitted: Whether the other end has no say any more in who connects.
     """
 
-    _receive_flags = _ALL | _CLOEXEC
+    receive_flags = _ALL | _CLOEXEC
     _spin_s = 0.0
 
     def __init__(

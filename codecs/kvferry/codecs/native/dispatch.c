@@ -1,4 +1,5 @@
 // What the library exports, and the choice of the instruction set at the first call.
+#include "channel.h"
 #include "copy.h"
 #include "files.h"
 #include "hash.h"
@@ -148,6 +149,28 @@ KVC_EXPORT int kvc_stream_go_on(kvc_stream *stream, int sending) {
     return sending ? stream_send(stream, chosen()) : stream_receive(stream, chosen());
 }
 KVC_EXPORT uint64_t kvc_stream_hash(const kvc_stream *stream) { return hash_end(&stream->hash, chosen()); }
+
+// The short ways of a channel, for the running Python, with its GIL held; see channel.h.
+#define CHANNEL_CALL(function, arguments, call) \
+    static PyObject *function(PyObject *self, PyObject *const *args, ssize_t count) { \
+        kvc_channel *c = PyCapsule_GetPointer(self, channel_name); \
+        (void)args; \
+        return c && count == arguments ? call : channel_none(); \
+    }
+CHANNEL_CALL(call_send, 4, channel_send(c, args, chosen()))
+CHANNEL_CALL(call_receive, 2, channel_receive(c, args, chosen()))
+CHANNEL_CALL(call_payload, 2, channel_payload(c, args, chosen()))
+CHANNEL_CALL(call_hand_over, 0, channel_hand_over(c))
+CHANNEL_CALL(call_progress, 0, channel_pair(c->progress[0], c->progress[1]))
+
+KVC_EXPORT PyObject *kvc_channel_make(PyObject *of) {
+    static PyMethodDef methods[] = {
+        {"send", call_send, PY_FASTCALL, NULL},           {"receive", call_receive, PY_FASTCALL, NULL},
+        {"receive_payload", call_payload, PY_FASTCALL, NULL}, {"hand_over", call_hand_over, PY_FASTCALL, NULL},
+        {"progress", call_progress, PY_FASTCALL, NULL},
+    };
+    return channel_make(of, methods, sizeof methods / sizeof *methods);
+}
 
 KVC_EXPORT size_t kvc_file_nbytes(void) { return sizeof(kvc_file); }
 KVC_EXPORT size_t kvc_turns_nbytes(void) { return sizeof(files_turns); }

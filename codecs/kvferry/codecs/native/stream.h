@@ -26,6 +26,7 @@ typedef struct {
     uint32_t trailer_done;     // bytes of the trailer that moved
     int32_t sealed;            // whether the trailer holds the hash of all parts
     uint64_t trailer;
+    uint64_t plain;            // whether there is no hash and no trailer
     kvc_hash hash;
 } kvc_stream;
 
@@ -70,10 +71,30 @@ static void stream_add_trailer(kvc_stream *s, struct iovec *window, int *number)
     window[(*number)++].iov_len = sizeof s->trailer - s->trailer_done;
 }
 
+// Move all parts as they are: one call of the system, if the kernel takes or has them all.
+static int stream_plain(kvc_stream *s, int sending, const kvc_kernels *k) {
+    struct iovec window[STREAM_PARTS];
+    while (s->left) {
+        struct msghdr message = {.msg_iov = window};
+        int number = 0;
+        if (stream_late(s)) return STREAM_SHORT;
+        const uint64_t wanted = stream_window(s, window, &number, s->left);
+        message.msg_iovlen = (size_t)number;
+        const ssize_t moved = sending ? sendmsg(s->fd, &message, s->flags) : recvmsg(s->fd, &message, s->flags);
+        if (moved < 0) return errno;
+        if (!sending && message.msg_flags & MSG_CTRUNC) return STREAM_STRAY;
+        if (!sending && moved == 0) return STREAM_ENDED;
+        stream_advance(s, (uint64_t)moved, 0, k);
+        if ((uint64_t)moved < wanted) return STREAM_SHORT;
+    }
+    return STREAM_DONE;
+}
+
 // Send all parts and their hash behind them.
 static int stream_send(kvc_stream *s, const kvc_kernels *k) {
     struct iovec window[STREAM_PARTS + 1];
     struct msghdr message = {.msg_iov = window};
+    if (s->plain) return stream_plain(s, 1, k);
     while (s->left || s->trailer_done < sizeof s->trailer) {
         int number = 0;
         if (stream_late(s)) return STREAM_SHORT;
@@ -106,6 +127,7 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
 // Fill all parts, hash them, and take the trailer behind them.
 static int stream_receive(kvc_stream *s, const kvc_kernels *k) {
     struct iovec window[STREAM_PARTS + 1];
+    if (s->plain) return stream_plain(s, 0, k);
     while (s->left || s->trailer_done < sizeof s->trailer) {
         struct msghdr message = {.msg_iov = window};
         int number = 0;

@@ -1,0 +1,235 @@
+"""The short ways of channels: they give what the long ways give, and leave to them what is unusual."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
+from kvferry.core.native import native
+from kvferry.wire import Channel, ChannelOptions
+from kvferry.wire import messages as m
+
+pytestmark = pytest.mark.skipif(native().library is None, reason="needs the native library")
+
+OPTIONS = ChannelOptions(role="test", session="s")
+
+
+def message(rng: random.Random) -> m.PutLayer:
+    """With as many bytes as chance will have."""
+    return m.PutLayer(layer=rng.randrange(1 << rng.randrange(1, 30)), blocks=tuple(range(rng.randrange(9))))
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def two(request: pytest.FixtureRequest, pair: Any) -> tuple[Channel, Channel]:
+    """Client and server."""
+    made: tuple[Channel, Channel] = pair(request.param)
+    return made
+
+
+def the_long_way(channel: Channel) -> Channel:
+    channel._short = None
+    return channel
+
+
+def test_sockets_have_them_and_others_do_not(pair: Any) -> None:
+    for kind in ("tcp", "unix"):
+        assert all(channel._short is not None for channel in pair(kind))
+    assert all(channel._short is None for channel in pair("inproc"))
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("long", ["", "client", "server"])
+def test_both_ways_say_the_same(pair: Any, spawn: Any, kind: str, checksum: bool, long: str) -> None:
+    options = ChannelOptions(role="test", session="s", checksum=checksum)
+    ends: dict[str, Channel] = dict(
+        zip(("client", "server"), pair(kind, client=options, server=options), strict=True)
+    )
+    if long:
+        the_long_way(ends[long])
+    rng = random.Random(f"{kind}{checksum}{long}")
+    sizes = [0, 1, 63, 8191, 8192, 8193, 16_384, 16_385, 65_536, 600_000]
+    frames = [(message(rng), rng.randbytes(rng.choice(sizes))) for _ in range(60)]
+
+    def send(channel: Channel) -> None:
+        for number, (one, data) in enumerate(frames):
+            cut = rng.randrange(len(data) + 1)
+            channel.send(one, [data[:cut], data[cut:]], deadline=deadline_in(20), request_id=number)
+
+    # both directions at once, all frames behind each other, and every third payload dropped
+    done = [spawn(lambda end=end: send(end)) for end in ends.values()]
+    for number, (one, data) in enumerate(frames):
+        for channel in ends.values():
+            incoming = channel.receive(deadline_in(20))
+            assert (incoming.message, incoming.request_id, incoming.payload_nbytes) == (
+                one,
+                number,
+                len(data),
+            )
+            if number % 3:
+                place = memoryview(bytearray(len(data)))
+                incoming.read_into([place[:7], place[7:]], deadline_in(20))
+                assert place == data
+            else:
+                incoming.discard(deadline_in(20))
+    for one_done in done:
+        one_done.result(20)
+
+
+def test_payloads_of_many_parts_take_the_long_way(two: tuple[Channel, Channel]) -> None:
+    client, server = two
+    data, place = bytes(range(100)) * 10, memoryview(bytearray(1000))
+    places = [place[i : i + 10] for i in range(0, 1000, 10)]
+    for _ in range(2):
+        parts = [data[i : i + 10] for i in range(0, 1000, 10)]
+        client.send(m.PutLayer(layer=0, blocks=()), parts, deadline=deadline_in(5))
+        server.receive(deadline_in(5)).read_into(places, deadline_in(5))
+        assert place == data
+        place[:] = bytes(1000)
+
+
+def begun(peer: Any, have: int) -> tuple[Channel, socket.socket]:
+    """A channel to a peer that sent ``have`` bytes of a frame with 100,000 bytes of payload."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as executor:
+        made = executor.submit(
+            Channel.connect, f"tcp://127.0.0.1:{listener.getsockname()[1]}", OPTIONS, deadline_in(5)
+        )
+        sock, _ = listener.accept()
+        peer.handshake_by_hand(sock)
+        channel = made.result(5)
+    sock.sendall(peer.raw(18, m.PutLayer(layer=0, blocks=(1,)), bytes(100_000))[:have])
+    return channel, sock
+
+
+@pytest.mark.parametrize("have", [5, 34])
+def test_a_deadline_within_a_head(peer: Any, have: int) -> None:
+    channel, sock = begun(peer, have)
+    with sock, pytest.raises(TransferTimeoutError):
+        channel.receive(deadline_in(0.2))
+    assert channel.closed
+
+
+def test_a_deadline_within_a_payload(peer: Any) -> None:
+    channel, sock = begun(peer, 50_000)
+    with sock:
+        incoming = channel.receive(deadline_in(5))
+        with pytest.raises(TransferTimeoutError, match=r"4\d+ of 100008 bytes had come"):
+            incoming.read_into([memoryview(bytearray(100_000))], deadline_in(0.2))
+    assert channel.closed
+
+
+def test_an_end_within_a_payload(peer: Any) -> None:
+    channel, sock = begun(peer, 50_000)
+    sock.close()
+    with pytest.raises(ConnectionClosedError, match=r"ended by the peer after 4\d+ of 100008 bytes"):
+        channel.receive(deadline_in(5)).read_into([memoryview(bytearray(100_000))], deadline_in(5))
+
+
+def test_a_deadline_while_the_peer_takes_nothing(two: tuple[Channel, Channel]) -> None:
+    client, _ = two
+    data = bytes(16 << 20)
+    with pytest.raises(TransferTimeoutError, match="sending"):
+        client.send(m.PutLayer(layer=0, blocks=()), [data, data], deadline=deadline_in(0.3))
+    assert client.closed
+
+
+@pytest.mark.parametrize("doing", ["receiving", "sending"])
+def test_an_abort_wakes_a_call(two: tuple[Channel, Channel], spawn: Any, until: Any, doing: str) -> None:
+    client, _ = two
+    data = bytes(16 << 20)
+    call: Callable[[], object] = (
+        (lambda: client.receive(deadline_in(30)))
+        if doing == "receiving"
+        else (lambda: client.send(m.PutLayer(layer=0, blocks=()), [data, data], deadline=deadline_in(30)))
+    )
+    done = spawn(call)
+    connection: Any = client._connection
+    until(lambda: bool(connection.bare.inside))
+    client.abort()
+    with pytest.raises(ConnectionClosedError, match="closed"):
+        done.result(5)
+    until(lambda: connection.fileno() < 0)  # the last one out closed the descriptor
+
+
+def test_a_signal_reaches_its_handler(two: tuple[Channel, Channel]) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    client, _ = two
+    client.send(m.LayerAck(), deadline=deadline_in(20))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            client.receive(deadline_in(20))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_calls_hold_nothing(two: tuple[Channel, Channel]) -> None:
+    client, server = two
+    place, data, ack = memoryview(bytearray(30_000)), bytes(30_000), m.LayerAck(count=1 << 40)
+
+    def counts() -> list[int]:
+        return [sys.getrefcount(one) for one in (client, server, place, data, ack, None)]
+
+    def talk() -> None:
+        client.send(m.PutLayer(layer=0, blocks=()), [data], deadline=deadline_in(5))
+        server.receive(deadline_in(5)).read_into([place], deadline_in(5))
+        server.send(ack, deadline=deadline_in(5))
+        client.expect(m.LayerAck, deadline_in(5))
+
+    talk()
+    before = counts()
+    for _ in range(50):
+        talk()
+    assert all(after - then < 10 for then, after in zip(before, counts(), strict=True))
+
+
+FORKED = """
+import os, sys
+from kvferry import transports
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConnectionClosedError
+from kvferry.wire import Channel, ChannelOptions
+from kvferry.wire.messages import LayerAck
+from concurrent.futures import ThreadPoolExecutor
+options = ChannelOptions(role="test", session="s")
+listener = transports.listen("tcp://127.0.0.1:0")
+with ThreadPoolExecutor(1) as executor:
+    made = executor.submit(lambda: Channel.accept(listener.accept(deadline_in(9)), options, deadline_in(9)))
+    client, server = Channel.connect(listener.address, options, deadline_in(9)), made.result(9)
+client.send(LayerAck(), deadline=deadline_in(9))
+child = os.fork()
+if not child:
+    late = deadline_in(9)
+    for call in (lambda: client.send(LayerAck(), deadline=late), lambda: server.receive(late)):
+        try:
+            call()
+        except ConnectionClosedError as error:
+            if "forked" not in str(error):
+                os._exit(1)
+        else:
+            os._exit(2)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert server.receive(deadline_in(9)).message == LayerAck()
+"""
+
+
+def test_a_forked_child_has_none() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
