@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from kvferry.client import Client
 from kvferry.core.clock import deadline_in
+from kvferry.daemon.credentials import CredentialFile, Limits, edited, new_credential
 from kvferry.testing.blocks import save_blocks, small_spec
 from kvferry.testing.processes import Command
 
@@ -114,6 +115,42 @@ def test_it_says_that_the_daemon_is_away_and_shows_names_as_text(browser: Browse
         daemon.kill()
         expect(page.locator("#state")).to_contain_text("does not answer", timeout=15000)
         page.close()
+
+
+@pytest.mark.page
+def test_with_credentials_it_asks_for_a_token_first(browser: Browser, tmp_path: Path) -> None:
+    credential, token = new_credential("a", ("read", "write", "admin"))
+    with edited(tmp_path / "c.json") as box:
+        box[0] = CredentialFile(tenants={"a": Limits(), "b": Limits()}, credentials=(credential,))
+    words = ["serve", "--socket", f"{tmp_path}/d.sock", "--capacity", "2MiB", "--disk", "none"]
+    words += ["--http", "http://127.0.0.1:0", "--set", "daemon.listen=none"]
+    words += ["--credentials", f"{tmp_path}/c.json"]
+    with Command(*words, environment={"XDG_RUNTIME_DIR": str(tmp_path)}) as daemon:
+        http = daemon.wait_ready()["http"]
+        page = browser.new_page(viewport={"width": 360, "height": 800})
+        problems: list[str] = []
+        page.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(http)
+        expect(page.locator("#state")).to_contain_text("who has a token")
+        expect(page.locator("#token")).to_be_visible()
+        assert width_over(page) <= 0
+        assert not problems
+        page.fill("#token", "kvf1_nobody_s")
+        page.click("#key button")
+        expect(page.locator("#state")).to_contain_text("not valid")
+        problems.clear()
+        page.fill("#token", token)
+        page.click("#key button")
+        expect(page.locator("#state")).to_have_text("up")
+        expect(page.locator("#token")).not_to_be_visible()
+        expect(page.locator("#tenant-list")).to_contain_text("1.0 MiB")
+        assert page.locator("#tenant-list tbody tr").count() == 1, "the other tenant is none of its business"
+        assert width_over(page) <= 0
+        assert token not in page.url + page.content()
+        page.screenshot(path=tmp_path / "page-token.png", full_page=True)
+        page.close()
+        assert not problems
 
 
 def test_status_and_top_show_the_same(served: tuple[str, str]) -> None:

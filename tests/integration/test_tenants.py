@@ -41,15 +41,8 @@ from kvferry.core.clock import deadline_in
 from kvferry.daemon.credentials import CredentialFile, Limits, Right, edited, new_credential
 from kvferry.testing.blocks import save_blocks, small_spec
 
-url, token, daemon, turned = sys.argv[1], sys.argv[2], int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+url, token, turned = sys.argv[1], sys.argv[2], bytes.fromhex(sys.argv[3])
 over = bytes(range(255, -1, -1))
-reached = []
-for name in ("mem", "maps", "fd"):
-    try:
-        os.listdir(f"/proc/{daemon}/{name}") if name == "fd" else open(f"/proc/{daemon}/{name}", "rb").read(1)
-        reached.append(name)
-    except OSError:
-        pass
 with Client(url, ClientOptions(token_file=token)) as client:
     ns = client.namespace(small_spec("tenants", pages=16))
     keys = ns.keys(range(64))
@@ -72,7 +65,41 @@ with Client(url, ClientOptions(token_file=token)) as client:
                         continue
                     marks += data.translate(over).count(turned)
                     shared += len(data) if "memfd" in fields[-1] or "(deleted)" in fields[-1] else 0
-print(json.dumps({"prefix": found, "shared_nbytes": shared, "marks": marks, "reached": reached}))
+print(json.dumps({"prefix": found, "shared_nbytes": shared, "marks": marks}))
+"""
+
+
+# One process looks into another of its user. Root may look into all, so both run without its powers.
+WITHOUT_POWERS = """
+import ctypes, os, sys
+PR_CAPBSET_DROP, libc = 24, ctypes.CDLL(None)
+for capability in range(64):
+    libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
+"""
+HOLDER = """
+import sys
+from kvferry.daemon.main import hide_memory
+if sys.argv[1] == "hidden":
+    hide_memory()
+print("here", flush=True)
+sys.stdin.read()
+"""
+LOOKER = """
+import os, subprocess, sys
+for mode in ("open", "hidden"):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", sys.argv[1], mode], **pipes) as holder:
+        holder.stdout.readline()
+        reached = []
+        for name in ("mem", "maps", "fd/0", "environ"):
+            try:
+                os.close(os.open(f"/proc/{holder.pid}/{name}", os.O_RDONLY | os.O_NONBLOCK))
+                reached.append(name)
+            except OSError:
+                pass
+        print(mode, *reached)
+        holder.stdin.close()
 """
 
 
@@ -144,7 +171,7 @@ def test_a_process_of_b_finds_nothing_of_a_in_what_it_can_map(site: Site, daemon
 
         def scan(tenant: str) -> dict[str, object]:
             turned = bytes(255 - value for value in PATTERN).hex()
-            words = [*script, site.token(tenant), str(daemon.process.pid), turned]
+            words = [*script, site.token(tenant), turned]
             done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
             found: dict[str, object] = json.loads(done.stdout)
             return found
@@ -155,8 +182,13 @@ def test_a_process_of_b_finds_nothing_of_a_in_what_it_can_map(site: Site, daemon
     assert other["prefix"] == 0
     assert int(str(other["shared_nbytes"])) >= SPEC.block_nbytes * len(keys)
     assert other["marks"] == 0
-    if os.geteuid():  # root may look into everything
-        assert other["reached"] == []
+    assert daemon.process.poll() is None
+
+
+def test_a_daemon_with_credentials_is_opaque_to_other_processes_of_its_user() -> None:
+    words = [sys.executable, "-c", WITHOUT_POWERS, LOOKER, HOLDER]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["open mem maps fd/0 environ", "hidden"]
 
 
 def test_a_wrong_token_and_none_are_refused_by_the_process(site: Site, daemon: Command) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -37,6 +38,9 @@ app = typer.Typer(
     "`kvferry reload` or SIGHUP.",
 )
 
+_Connections = Annotated[
+    Optional[str], typer.Option("--connections", metavar="N", help="Connections at once, or none.")
+]
 _File = Annotated[
     Optional[str],
     typer.Option("--file", metavar="FILE", help="The credentials file. [default: daemon.credentials]"),
@@ -67,22 +71,24 @@ def _path(file: str | None, config: str | None) -> Path:
     return path
 
 
-def _limits(
-    old: Limits | None, dram: str | None, disk: str | None, rate: str | None, requests: str | None
-) -> Limits:
+def _limits(old: Limits | None, **given: str | None) -> Limits:
+    """The limits of a tenant with what an option gives, as text."""
     from kvferry.daemon.credentials import Limits
 
-    new = old or Limits()
-    for name, text, parse in (
-        ("dram", dram, parse_nbytes), ("disk", disk, parse_nbytes), ("rate", rate, parse_rate),
-        ("requests", requests, _number),
-    ):  # fmt: skip
+    values = msgspec.to_builtins(old or Limits())
+    for name, text in given.items():
         if text is not None:
-            new = msgspec.structs.replace(new, **{name: None if text == "none" else parse(text)})
+            values[name] = None if text == "none" else _PARSERS[name](text)
     try:
-        return msgspec.convert(msgspec.to_builtins(new), Limits)
+        return msgspec.convert(values, Limits)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the tenant's limits: {error}") from None
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{text!r} is no number of connections")
+    return int(text)
 
 
 def _number(text: str) -> float:
@@ -90,6 +96,15 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{text!r} is no number of requests") from None
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "dram": parse_nbytes,
+    "disk": parse_nbytes,
+    "rate": parse_rate,
+    "requests": _number,
+    "connections": _whole,
+}
 
 
 class _Place:
@@ -162,6 +177,7 @@ def add(
     disk: _Disk = None,
     rate: _Rate = None,
     requests: _Requests = None,
+    connections: _Connections = None,
     out: _Out = None,
     file: _File = None,
     json: Json = False,
@@ -179,7 +195,14 @@ def add(
     with _Place(out) as place:
         with edited(_path(file, config)) as box:
             old = box[0]
-            limits = _limits(old.tenants.get(tenant), dram, disk, rate, requests)
+            limits = _limits(
+                old.tenants.get(tenant),
+                dram=dram,
+                disk=disk,
+                rate=rate,
+                requests=requests,
+                connections=connections,
+            )
             box[0] = msgspec.structs.replace(
                 old, tenants={**old.tenants, tenant: limits}, credentials=(*old.credentials, credential)
             )
@@ -258,6 +281,7 @@ def limit(
     disk: _Disk = None,
     rate: _Rate = None,
     requests: _Requests = None,
+    connections: _Connections = None,
     file: _File = None,
     json: Json = False,
     config: ConfigFile = None,
@@ -269,7 +293,7 @@ def limit(
         old = box[0].tenants.get(tenant)
         if old is None:
             raise RequestError(f"there is no tenant {tenant!r}; kvferry credentials add makes one")
-        new = _limits(old, dram, disk, rate, requests)
+        new = _limits(old, dram=dram, disk=disk, rate=rate, requests=requests, connections=connections)
         box[0] = msgspec.structs.replace(box[0], tenants={**box[0].tenants, tenant: new})
     if json:
         print_json({"tenant": tenant, **{name: getattr(new, name) for name in new.__struct_fields__}})
@@ -284,6 +308,7 @@ def _described(limits: Limits) -> str:
     ]
     words += [format_rate(limits.rate)] if limits.rate else []
     words += [f"{limits.requests:g} requests/s"] if limits.requests else []
+    words += [f"{limits.connections} connections"] if limits.connections else []
     return ", ".join(words)
 
 

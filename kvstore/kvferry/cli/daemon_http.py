@@ -32,7 +32,7 @@ UrlOption = Annotated[
 TokenOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
-        "--token-file", metavar="FILE", help="File with the admin token. [default: daemon.token_file]"
+        "--token-file", metavar="FILE", help="File with the token to show. [default: daemon.token_file]"
     ),
 ]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.cli.daemon_http import Port, UrlOption
+from kvferry.cli.daemon_http import Port, TokenOption, UrlOption
 from kvferry.cli.options import ConfigFile, Json
 from kvferry.cli.output import print_json, print_table, say
 from kvferry.core.units import format_nbytes
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["seconds", "share", "status", "tier_state"]
 
 
-def status(*, url: UrlOption = None, json: Json = False, config: ConfigFile = None) -> None:
+def status(
+    *, url: UrlOption = None, token_file: TokenOption = None, json: Json = False, config: ConfigFile = None
+) -> None:
     """Show what the daemon of this node holds and does: tiers, clients, requests, recent faults.
 
     With `--json` it prints the whole status as one object, as `/status` of its HTTP port has it.
     """
-    found = Port.of(url, config).status()
+    found = Port.of(url, config, token_file).status()
     if json:
         print_json(msgspec.to_builtins(found))
     else:
@@ -79,9 +81,28 @@ def _show(found: DaemonStatus) -> None:
         ],
         optional=3,
     )  # fmt: skip
+    if found.guarded:
+        _show_tenants(found)
     _show_requests(found)
     for fault in found.faults[:5]:
         say(f"{seconds(max(0.0, found.at - fault.at))} ago {fault.level}: {fault.message}")
+
+
+def _show_tenants(found: DaemonStatus) -> None:
+    say("")
+    print_table(
+        ["tenant", "memory", "of", "hit rate", "connections", "over rate", "no right"],
+        [
+            (
+                one.name, format_nbytes(one.used_nbytes), format_nbytes(one.capacity_nbytes),
+                share(one.hit_blocks, one.lookup_blocks), one.connections,
+                one.refused.get("rate", 0), one.refused.get("right", 0),
+            )
+            for one in found.tenants
+        ],
+        optional=2,
+    )  # fmt: skip
+    say(f"{found.refused_connections} connections were refused for want of a valid token")
 
 
 def _show_requests(found: DaemonStatus) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import msgspec
 import typer
 
-from kvferry.cli.daemon_http import Port, UrlOption
+from kvferry.cli.daemon_http import Port, TokenOption, UrlOption
 from kvferry.cli.options import ConfigFile, Json
 from kvferry.cli.output import plain, print_json
 from kvferry.cli.status import seconds, share, tier_state
@@ -33,6 +33,7 @@ _BAR = 20
 def top(
     *,
     url: UrlOption = None,
+    token_file: TokenOption = None,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", help="Between two looks.")
     ] = 1.0,
@@ -50,7 +51,7 @@ def top(
         raise ConfigError(
             f"--interval {interval:g} --count {count}: needs {_LEAST_S} to 3600 s, and 1 or more"
         )
-    port = Port.of(url, config)
+    port = Port.of(url, config, token_file)
     status = port.status()  # the first must be there, later ones may come back
     if json:
         _print_lines(port, status, interval, count)

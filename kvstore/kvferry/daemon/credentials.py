@@ -61,12 +61,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         disk: Bytes of all disk tiers together; likewise.
         rate: Bytes a second that it may load and save, over all its connections; no limit if not given.
         requests: Requests a second, likewise.
+        connections: Connections at once; as many as the daemon takes, if not given.
     """
 
     dram: _Size | None = None
     disk: _Size | None = None
     rate: Annotated[float, msgspec.Meta(ge=1)] | None = None
     requests: Annotated[float, msgspec.Meta(ge=0.1)] | None = None
+    connections: Annotated[int, msgspec.Meta(ge=1, le=65536)] | None = None
 
 
 class Credential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -116,7 +116,9 @@ class DaemonHttp:
         )
         self._limiter = LogLimiter(log)
         self._streams = EventStreams()
-        self._page = resources.files("kvferry.daemon").joinpath("page.html").read_bytes()
+        page = resources.files("kvferry.daemon").joinpath("page.html").read_bytes()
+        guarded = b"<html data-guarded" if daemon.tenants.guarded else b"<html"
+        self._page = page.replace(b"<html", guarded, 1)  # it asks for a token before it asks for figures
 
     def start(self) -> None:
         """Serve."""

@@ -141,8 +141,8 @@ def _limits(status: DaemonStatus) -> Iterator[Metric]:
     )
     connections = _family("kvferry_tenant_connections", "Connections of a tenant's clients.", ["tenant"])
     refused = _family(
-        "kvferry_tenant_refused_requests_total",
-        "Requests refused to a tenant: beyond its rate, or without the right.",
+        "kvferry_tenant_refused_total",
+        "Requests and connections refused to a tenant: beyond its rate, without the right, too many.",
         ["tenant", "reason"],
     )
     for tenant in status.tenants:

@@ -78,7 +78,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     tiers: tuple[TierStatus, ...]
     connections: int = 0
     refused: dict[str, int] = {}
-    """Requests refused so far, by reason: ``rate``, ``right``."""
+    """Requests, or connections, refused so far, by reason: ``rate``, ``right``; ``connections``."""
     rate_nbytes: float | None = None
     """Bytes a second that it may move."""
     rate_requests: float | None = None

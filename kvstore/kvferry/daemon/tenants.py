@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvferry.core.errors import AuthError, ConfigError, KVFerryError
+from kvferry.core.errors import AuthError, ConfigError, KVFerryError, OverloadedError
 from kvferry.daemon.credentials import (
     RIGHTS,
     Credential,
@@ -46,20 +46,26 @@ class Tenant:
         self.store = store
         self.quota = quota
         self.meter = Meter(limits.rate, limits.requests)
+        self.max_connections = limits.connections
         self._lock = threading.Lock()
-        self._refused: Counter[str] = Counter({"rate": 0, "right": 0})
+        self._refused: Counter[str] = Counter({"connections": 0, "rate": 0, "right": 0})
 
     def __repr__(self) -> str:
         return f"<Tenant {self.name}>"
 
     def count_refusal(self, reason: str) -> None:
-        """A request was refused: ``rate`` or ``right``."""
+        """A request was refused for its ``rate`` or ``right``, or a connection for there being too many."""
         with self._lock:
             self._refused[reason] += 1
 
+    def set(self, limits: Limits) -> None:
+        """Other limits from now on; not of memory and disk."""
+        self.meter.set(limits.rate, limits.requests)
+        self.max_connections = limits.connections
+
     @property
     def refused(self) -> dict[str, int]:
-        """Requests refused so far, by reason."""
+        """Requests and connections refused so far, by reason."""
         with self._lock:
             return dict(self._refused)
 
@@ -165,13 +171,23 @@ class Tenants:
 
         Raises:
             AuthError: If not.
+            OverloadedError: If his tenant has as many connections as it may.
         """
         try:
-            self.grant_of(peer.credential)
+            grant = self.grant_of(peer.credential)
         except AuthError:
             with self._lock:
                 self._refused += 1
             raise
+        with self._lock:
+            self._require_room(grant.tenant)
+
+    def _require_room(self, tenant: Tenant) -> None:
+        """Under the lock."""
+        most = tenant.max_connections
+        if most is not None and sum(one.tenant is tenant for one in self._channels.values()) >= most:
+            tenant.count_refusal("connections")
+            raise OverloadedError(f"the tenant has {most} connections, the most it may; close some")
 
     def grant_of(self, shown: bytes | None) -> Grant:
         """What a token allows.
@@ -191,11 +207,13 @@ class Tenants:
 
         Raises:
             AuthError: If its token is not valid (any more).
+            OverloadedError: As :meth:`check`.
         """
         while True:
             grant = self.grant_of(channel.peer.credential)
             with self._lock:
                 if self._tenants.get(grant.tenant.name) is grant.tenant and self._still(grant):
+                    self._require_room(grant.tenant)
                     self._channels[channel] = grant
                     return grant
 
@@ -241,7 +259,7 @@ class Tenants:
             with self._lock:
                 self._tenants, self._credentials = now, Credentials(file)
             for name, limits in file.tenants.items():
-                now[name].meter.set(limits.rate, limits.requests)
+                now[name].set(limits)
             cut = self.cut_those_over()
             for tenant in gone:
                 tenant.store.close()

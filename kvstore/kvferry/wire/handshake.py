@@ -11,6 +11,7 @@ from kvferry.core.errors import (
     ConnectError,
     ConnectionClosedError,
     KVFerryError,
+    OverloadedError,
     ProtocolError,
     TransferTimeoutError,
 )
@@ -45,7 +46,7 @@ def shaking_hands(
     except ConnectionClosedError as error:
         abort()
         raise ConnectError(f"{address}: connection closed during the handshake: {error}") from error
-    except (ProtocolError, AuthError) as error:
+    except (ProtocolError, AuthError, OverloadedError) as error:
         tell_refusal(error)
         abort()
         raise

@@ -38,7 +38,8 @@ class ChannelOptions:
             was waited for with :meth:`Channel.receive_idle`.
         versions: Protocol versions to speak.
         admit: Where this end listens: asked in the handshake whether a client may come in; raises
-            :class:`~kvferry.core.errors.AuthError` if not, and the client is told.
+            :class:`~kvferry.core.errors.AuthError` or
+            :class:`~kvferry.core.errors.OverloadedError` if not, and the client is told.
     """
 
     role: str

@@ -51,6 +51,7 @@ def test_a_token_is_known_by_its_hash_alone(tmp_path: Path) -> None:
     other = new_credential("acme", ("read",))[1]
     secret = token[18:]
     wrong = [
+        *(token[:at] + ("A" if token[at] != "A" else "B") + token[at + 1 :] for at in range(len(token))),
         token[:-1] + ("A" if token[-1] != "A" else "B"),
         token[:18] + other[18:],
         other,
@@ -194,8 +195,11 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(AuthError):
             table.find(gone.encode())
 
-    limits = told(capsys, "limit", "acme", "--dram", "none", "--requests", "200", "--file", path)
-    assert limits == {"tenant": "acme", "dram": None, "disk": None, "rate": 5e8, "requests": 200.0}
+    limits = told(
+        capsys, "limit", "acme", "--dram", "none", "--requests", "200", "--connections", "9", "--file", path
+    )
+    wanted = {"dram": None, "disk": None, "rate": 5e8, "requests": 200.0, "connections": 9}
+    assert limits == {"tenant": "acme", **wanted}
     assert run("credentials", "list", "--file", path) == 0
     shown = capsys.readouterr().out
     assert "acme" in shown

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvferry.cli.app import main
 from kvferry.cli.daemon_http import Port
 from kvferry.client import Client, ClientOptions
 from kvferry.core.arena import ArenaMap
@@ -30,6 +31,7 @@ from kvferry.daemon.admin import Clear, Drain, Evict, Pin, Reload
 from kvferry.daemon.credentials import CredentialFile, Limits, Right, edited, new_credential
 from kvferry.daemon.http import DaemonHttp
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.disk_usage import disk_usage
 
 SPEC = small_spec("tenants")
 SMALL = ("store.dram_capacity=4MiB", "daemon.disk=none")
@@ -200,6 +202,37 @@ def test_eviction_stays_inside_the_tenant(site: Site) -> None:
         save_blocks(his, his.keys([9] * 4 * 200), seconds=0.2)
 
 
+def test_the_disk_of_a_tenant_is_its_own(site: Site) -> None:
+    site.tenant("small", Limits(dram=1 << 20, disk=2 << 20))
+    one, other = site.token("a"), site.token("small")
+    disk = site.folder / "disk"
+    site.start(f"daemon.disk={disk}", "daemon.disk_capacity=8MiB")
+    mine, his = site.client(one).namespace(SPEC), site.client(other).namespace(SPEC)
+    keys = mine.keys(range(32))
+    save_blocks(mine, keys)
+    assert mine.client.flush(deadline=deadline_in(10))
+    for number in range(5):
+        save_blocks(his, his.keys([number] * 4 * 100))
+        his.client.flush(deadline=deadline_in(10))
+    assert 0 < disk_usage(disk / "tenants.d" / "small") <= 2 << 20
+    assert his.client.stats().per_tier["disk"]["capacity_nbytes"] == 2 << 20
+    assert mine.client.stats().per_tier["disk"]["capacity_nbytes"] == 6 << 20
+    assert mine.client.stats().per_tier["disk"]["entries"] == len(keys)
+
+
+def test_one_tenant_cannot_take_all_connections(site: Site) -> None:
+    site.tenant("a", Limits(connections=2))
+    one, other = site.token("a"), site.token("b")
+    daemon = site.start()
+    clients = [site.client(one) for _ in range(3)]
+    assert [bool(client.away) for client in clients] == [False, False, True]
+    assert "2 connections" in clients[2].away
+    assert not site.client(other).away
+    clients[0].close()
+    wait_until(lambda: bool(clients[2].stats().capacity_nbytes))
+    assert daemon.tenants.all["a"].refused["connections"] >= 1
+
+
 def test_a_rate_makes_misses_and_refused_saves(site: Site) -> None:
     site.tenant("slow", Limits(requests=5))
     token = site.token("slow")
@@ -324,7 +357,18 @@ def ports(site: Site) -> Iterator[Callable[[bytes | None], Port]]:
         yield port
 
 
-def test_the_port_shows_a_tenant_nothing_of_others(site: Site, ports: Callable[[bytes | None], Port]) -> None:
+def _shown(capsys: pytest.CaptureFixture[str], port: Port) -> str:
+    """What ``kvferry status`` shows people."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        main(["status", "--url", port.url, "--token-file", port._token_file])
+    assert not caught.value.code
+    return capsys.readouterr().out
+
+
+def test_the_port_shows_a_tenant_nothing_of_others(
+    site: Site, ports: Callable[[bytes | None], Port], capsys: pytest.CaptureFixture[str]
+) -> None:
     admin, plain = site.token("a", "read", "admin"), site.token("a")
     writers = {name: site.token(name) for name in ("a", "b")}
     operator = ports(b"operator-s-own-token")
@@ -340,6 +384,7 @@ def test_the_port_shows_a_tenant_nothing_of_others(site: Site, ports: Callable[[
                 nobody.ask("GET", path, headers=shown)
     assert {one.name for one in operator.status().tenants} == {"a", "b"}
     assert b"of-b" not in operator.ask("GET", "/metrics", headers=operator._authorization())
+    assert _shown(capsys, ports(b"operator-s-own-token")).count("tenant") > 1
     own = ports(admin).status()
     assert [one.name for one in own.tenants] == ["a"]
     assert [one.session for one in own.clients] == ["of-a"]
