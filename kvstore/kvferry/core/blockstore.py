@@ -149,7 +149,10 @@ class ReadLease(Lease, Protocol):
 
 
 class WriteLease(Lease, Protocol):
-    """Reserved slots to be filled by the holder. ``keys`` names only blocks that were not stored yet."""
+    """Reserved slots to be filled by the holder. ``keys`` names only blocks that were not stored yet.
+
+    Its holder ends it: what is neither committed nor aborted may be out of use for as long as the session.
+    """
 
     def writing(self) -> AbstractContextManager[None]:
         """Held around a write by somebody else's hand (a socket, a copy engine) into the slots.

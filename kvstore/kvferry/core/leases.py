@@ -11,9 +11,8 @@ import enum
 import heapq
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvferry.core.arena import ArenaMap
 from kvferry.core.errors import LeaseExpiredError
@@ -31,8 +30,11 @@ __all__ = [
     "Session",
     "SlotLease",
     "SlotReadLease",
-    "SlotWriteLease",
+    "checked_indexes",
 ]
+
+if TYPE_CHECKING:
+    from kvferry.core.write_leases import WriteRecord
 
 _LeaseT = TypeVar("_LeaseT", bound="SlotLease")
 _NEVER = float("inf")
@@ -86,23 +88,23 @@ class LeaseOwner(Protocol):
         """Give the blocks back; ``False`` if its holder had ended the lease before."""
         ...
 
-    def commit_write(self, lease: SlotWriteLease) -> int:
+    def commit_write(self, lease: WriteRecord) -> int:
         """Publish all."""
         ...
 
-    def publish_write(self, lease: SlotWriteLease) -> tuple[int, SlotReadLease]:
+    def publish_write(self, lease: WriteRecord) -> tuple[int, SlotReadLease]:
         """Publish all and hold them for reading."""
         ...
 
-    def abort_write(self, lease: SlotWriteLease) -> None:
+    def abort_write(self, lease: WriteRecord) -> None:
         """Publish none."""
         ...
 
-    def begin_writing(self, lease: SlotWriteLease) -> None:
+    def begin_writing(self, lease: WriteRecord) -> None:
         """Count a write by somebody else's hand."""
         ...
 
-    def end_writing(self, lease: SlotWriteLease) -> None:
+    def end_writing(self, lease: WriteRecord) -> None:
         """It is over."""
         ...
 
@@ -246,64 +248,6 @@ class SlotReadLease(SlotLease):
         except LeaseExpiredError:
             if exc_info[0] is None:  # an error on its way says more than its consequence
                 raise
-
-
-class SlotWriteLease(SlotLease):
-    """See :class:`kvferry.core.blockstore.WriteLease`."""
-
-    __slots__ = ()
-    kind = "write"
-
-    def mark_lossy(self, indexes: Iterable[int]) -> None:
-        """See :meth:`kvferry.core.blockstore.WriteLease.mark_lossy`."""
-        self.lossy |= checked_indexes(indexes, len(self))
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Held around a write by somebody else's hand into the slots.
-
-        Raises:
-            LeaseExpiredError: If the lease is past its deadline or has ended.
-        """
-        self._owner.begin_writing(self)
-        try:
-            yield
-        finally:
-            self._owner.end_writing(self)
-
-    def commit(self) -> int:
-        """Publish all blocks at once and end the lease.
-
-        Returns:
-            Blocks newly stored.
-
-        Raises:
-            LeaseExpiredError: If the lease is past its deadline or has ended; nothing is published.
-            StoreError: If a ``writing()`` is still open; the lease stays as it is.
-        """
-        return self._owner.commit_write(self)
-
-    def publish(self) -> tuple[int, SlotReadLease]:
-        """Commit and go on holding the same slots for reading, without a gap in between.
-
-        Returns:
-            Blocks newly stored, and a read lease on all blocks of this lease, in the same slots.
-
-        Raises:
-            LeaseExpiredError: As :meth:`commit`.
-            StoreError: As :meth:`commit`.
-        """
-        return self._owner.publish_write(self)
-
-    def abort(self) -> None:
-        """Publish nothing; also what an expired lease's slots wait for. No effect after the end."""
-        self._owner.abort_write(self)
-
-    def __enter__(self) -> SlotWriteLease:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.abort()
 
 
 def checked_indexes(indexes: Iterable[int], count: int) -> frozenset[int]:

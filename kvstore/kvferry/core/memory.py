@@ -15,7 +15,7 @@ from kvferry.core.condition import QuietCondition
 from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError, StoreError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import BlockKey
-from kvferry.core.leases import LeaseState, SlotLease, SlotReadLease, SlotWriteLease
+from kvferry.core.leases import LeaseState, SlotLease, SlotReadLease
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.pool import BlockPool, Fill
@@ -26,6 +26,7 @@ from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.core.tenants import check_tenant
 from kvferry.core.values import require_number, require_whole
+from kvferry.core.write_leases import SlotWriteLease, WriteRecord
 
 __all__ = ["DRAM", "MemoryNamespace", "MemoryStore", "SessionStore"]
 
@@ -168,10 +169,10 @@ class MemoryStore:
         """The arena's segments, for an :class:`kvferry.core.arena.ArenaMap` elsewhere."""
         return self.arena.layout()
 
-    def find_lease(self, lease_id: str, session: Session) -> SlotLease | None:
+    def find_lease(self, lease_id: str, session: Session) -> SlotReadLease | SlotWriteLease | None:
         """The lease of that id if it holds blocks and belongs to ``session``."""
         with self._lock:
-            lease: SlotLease | None = self._pool.reads.get(lease_id) or self._pool.writes.get(lease_id)
+            lease = self._pool.find_lease(lease_id)
             return lease if lease is not None and lease.session is session else None
 
     # ---- the LeaseOwner: called by leases --------------------------------------------------------
@@ -203,7 +204,7 @@ class MemoryStore:
             if lease.keys:
                 lease.expires_at = max(lease.expires_at, time.monotonic() + self.lease_s)
 
-    def commit_write(self, lease: SlotWriteLease) -> int:
+    def commit_write(self, lease: WriteRecord) -> int:
         """See :meth:`SlotWriteLease.commit`; a commit that comes too late counts as an abort."""
         with self._lock:
             self._require_publishable(lease)
@@ -215,7 +216,7 @@ class MemoryStore:
             self._stored(stored, 0.0 if fill is None else fill.deadline)
             return len(stored)
 
-    def publish_write(self, lease: SlotWriteLease) -> tuple[int, SlotReadLease]:
+    def publish_write(self, lease: WriteRecord) -> tuple[int, SlotReadLease]:
         """See :meth:`SlotWriteLease.publish`; too late counts as an abort."""
         with self._lock:
             self._require_publishable(lease)
@@ -225,7 +226,7 @@ class MemoryStore:
             self._stored(stored, 0.0 if fill is None else fill.deadline)
             return len(stored), read
 
-    def _require_publishable(self, lease: SlotWriteLease) -> None:
+    def _require_publishable(self, lease: WriteRecord) -> None:
         self._count_expired()
         try:
             lease.require_active()
@@ -239,7 +240,7 @@ class MemoryStore:
         if lease.writings:
             raise StoreError(f"{lease!r}: commit with {lease.writings} writing() open; close them first")
 
-    def abort_write(self, lease: SlotWriteLease) -> None:
+    def abort_write(self, lease: WriteRecord) -> None:
         """See :meth:`SlotWriteLease.abort`."""
         with self._lock:
             self._count_expired()
@@ -248,22 +249,20 @@ class MemoryStore:
                 self._cond.notify_all()
 
     def quarantine_write(self, lease: SlotWriteLease) -> None:
-        """End an active write lease whose holder is done, but says that others still write into its slots.
-
-        They are used again after :meth:`abort_write`, or when the processes of its session are gone.
-        """
+        """End a write lease into whose slots others still write: they wait for its abort or their end."""
         with self._lock:
             self._count_expired()
-            self._pool.expire_write(lease, "it was aborted while others write; its slots are in quarantine")
+            lease.record.told = lease  # if it is dropped, others write all the same
+            self._pool.expire_write(lease.record, "aborted while others write; its slots are in quarantine")
             self._cond.notify_all()
 
-    def begin_writing(self, lease: SlotWriteLease) -> None:
+    def begin_writing(self, lease: WriteRecord) -> None:
         """See :meth:`SlotWriteLease.writing`."""
         with self._lock:
             lease.require_active()
             lease.writings += 1
 
-    def end_writing(self, lease: SlotWriteLease) -> None:
+    def end_writing(self, lease: WriteRecord) -> None:
         """See :meth:`SlotWriteLease.writing`."""
         with self._lock:
             self._pool.writing_ended(lease)

@@ -13,10 +13,11 @@ from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.clock import checked_deadline
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey, Media, Tokens, require_key, require_keys
-from kvferry.core.leases import SlotReadLease, SlotWriteLease
+from kvferry.core.leases import SlotReadLease
 from kvferry.core.segments import Slot
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
+from kvferry.core.write_leases import SlotWriteLease
 
 if TYPE_CHECKING:
     from kvferry.core.memory import MemoryStore

@@ -7,6 +7,7 @@ around every call, and the arena's own lock is taken inside it.
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -16,10 +17,11 @@ from kvferry.core.block_table import BlockTable, Leave
 from kvferry.core.chains import Block
 from kvferry.core.eviction import EvictionPolicy
 from kvferry.core.keys import BlockKey
-from kvferry.core.leases import LeaseOwner, LeaseState, LeaseTable, SlotReadLease, SlotWriteLease
+from kvferry.core.leases import LeaseOwner, LeaseState, LeaseTable, SlotReadLease
 from kvferry.core.segments import Slot
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KVSpec
+from kvferry.core.write_leases import HandleReference, SlotWriteLease, WriteRecord
 
 if TYPE_CHECKING:
     from kvferry.core.memory_namespace import MemoryNamespace
@@ -70,13 +72,15 @@ class BlockPool(BlockTable):
     def __init__(self, arena: Arena, owner: LeaseOwner, policy: EvictionPolicy) -> None:
         super().__init__(arena, policy)
         self.reads: LeaseTable[SlotReadLease] = LeaseTable()
-        self.writes: LeaseTable[SlotWriteLease] = LeaseTable()
+        self.writes: LeaseTable[WriteRecord] = LeaseTable()
         self.quarantined_nbytes = 0
         self.expired_leases = 0
         self._owner = owner
         self._read_blocks: dict[str, tuple[Block, ...]] = {}
         self._fills: dict[str, Fill] = {}
         self._in_quarantine: set[str] = set()
+        self._dropped: deque[HandleReference] = deque()  # handles that are gone; any thread appends
+        self._unheld: list[WriteRecord] = []  # those of which a view was left
         self._lease_prefix = uuid.uuid4().hex[:12]
 
     @property
@@ -143,34 +147,42 @@ class BlockPool(BlockTable):
         expires_at: float,
     ) -> SlotWriteLease:  # fmt: skip
         """Lease slots for filling."""
-        lease = SlotWriteLease(
+        lease = WriteRecord(
             self._owner, self._lease_id("w"), session, spec, tuple(keys), tuple(slots), expires_at
         )
+        handle = lease.hand_out(self._dropped)  # first: from here on its end is noticed
         if slots:
             self._fills[lease.lease_id] = fill
             self.writes.add(lease)
-        return lease
+        return handle
 
-    def fill(self, lease: SlotWriteLease) -> Fill | None:
+    def find_lease(self, lease_id: str) -> SlotReadLease | SlotWriteLease | None:
+        """The lease of that id if it holds anything, and a write lease's handle was not dropped."""
+        write = self.writes.get(lease_id)
+        handle = None if write is None else write.handle
+        return self.reads.get(lease_id) if handle is None else handle()
+
+    def fill(self, lease: WriteRecord) -> Fill | None:
         """What was asked of an active write lease, if it holds anything."""
         return self._fills.get(lease.lease_id)
 
-    def commit(self, lease: SlotWriteLease) -> list[Block]:
+    def commit(self, lease: WriteRecord) -> list[Block]:
         """Publish an active write lease's blocks; returns those that are new."""
         return self._new(self._publish(lease))
 
-    def publish(self, lease: SlotWriteLease, expires_at: float) -> tuple[list[Block], SlotReadLease]:
+    def publish(self, lease: WriteRecord, expires_at: float) -> tuple[list[Block], SlotReadLease]:
         """Publish an active write lease's blocks and hold them all; returns those that are new."""
         blocks = self._publish(lease)
         read = self._open_read(lease.session, lease.spec, blocks, expires_at)
         read.lossy = _lossy(blocks)
         return [block for block in blocks if block.stored], read
 
-    def _publish(self, lease: SlotWriteLease) -> list[Block]:
+    def _publish(self, lease: WriteRecord) -> list[Block]:
         """All blocks of the lease; ``stored`` says which are new."""
         self._end_write(lease, "committed")
         if not self.writes.discard(lease):
             return []
+        lease.told = None
         fill = self._fills.pop(lease.lease_id)
         slot_nbytes = lease.slots[0].slot_nbytes
         lossy = lease.lossy
@@ -210,7 +222,7 @@ class BlockPool(BlockTable):
                 self.arena.free(block.slot)
         return [block for block in blocks if block.stored]
 
-    def abort(self, lease: SlotWriteLease, reason: str) -> None:
+    def abort(self, lease: WriteRecord, reason: str) -> None:
         """End a write lease by its holder's word: slots are free once no ``writing()`` is open."""
         if lease.state is LeaseState.ACTIVE and lease.writings:
             self._quarantine(lease)
@@ -218,7 +230,7 @@ class BlockPool(BlockTable):
         if not lease.writings:
             self._free_write(lease)
 
-    def expire_write(self, lease: SlotWriteLease, reason: str) -> None:
+    def expire_write(self, lease: WriteRecord, reason: str) -> None:
         """End a write lease without its holder's word: quarantine, unless nobody can write any more."""
         if lease.state is LeaseState.ACTIVE:
             lease.state, lease.reason = LeaseState.EXPIRED, reason
@@ -226,7 +238,7 @@ class BlockPool(BlockTable):
         if not lease.writings and lease.session.writers_gone:
             self._free_write(lease)
 
-    def writing_ended(self, lease: SlotWriteLease) -> None:
+    def writing_ended(self, lease: WriteRecord) -> None:
         """One ``writing()`` was closed.
 
         The last one frees the slots of a lease that its holder has ended, and of an expired one
@@ -239,16 +251,17 @@ class BlockPool(BlockTable):
         if over and not lease.writings:
             self._free_write(lease)
 
-    def _quarantine(self, lease: SlotWriteLease) -> None:
+    def _quarantine(self, lease: WriteRecord) -> None:
         self.quarantined_nbytes += lease.slot_nbytes
         self._in_quarantine.add(lease.lease_id)
 
-    def _end_write(self, lease: SlotWriteLease, reason: str) -> None:
+    def _end_write(self, lease: WriteRecord, reason: str) -> None:
         lease.state, lease.reason = LeaseState.ENDED, reason
 
-    def _free_write(self, lease: SlotWriteLease) -> None:
+    def _free_write(self, lease: WriteRecord) -> None:
         if not self.writes.discard(lease):
             return
+        lease.told = None
         del self._fills[lease.lease_id]
         if lease.lease_id in self._in_quarantine:
             self._in_quarantine.remove(lease.lease_id)
@@ -297,11 +310,23 @@ class BlockPool(BlockTable):
                 self.expired_leases += 1
                 self.expire_write(write, "its deadline has passed; its slots are in quarantine")
         self._end_due_pins(now)
+        if self._dropped or self._unheld:
+            self._end_dropped()
         if processes:
             for session in [*self.reads.sessions(), *self.writes.sessions()]:
                 if session.ended:
                     self._end_session(session)
         return before != (len(self.reads), len(self.writes), self.quarantined_nbytes, self.held_nbytes)
+
+    def _end_dropped(self) -> None:
+        """Abort write leases that nobody can end any more, once nobody can write into their slots either."""
+        while self._dropped:
+            lease = self.writes.get(self._dropped.popleft().lease_id)
+            if lease is not None:
+                self._unheld.append(lease)
+        for lease in [lease for lease in self._unheld if not lease.is_seen]:
+            self._unheld.remove(lease)
+            self.abort(lease, "it was dropped, and is aborted")
 
     def _end_session(self, session: Session) -> None:
         reason = f"its session {session.name} has ended"
@@ -317,6 +342,8 @@ class BlockPool(BlockTable):
             times.append(self._pins[0][0])
         if any(s.watches for s in [*self.reads.sessions(), *self.writes.sessions()]):
             times.append(now + 0.05)  # no condition variable tells of another process's end
+        elif len(self.writes):
+            times.append(now + 0.05)  # nor of a lease that is dropped, or of the last view of it
         return min(times, default=None)
 
     def close(self, reason: str) -> None:
@@ -324,7 +351,7 @@ class BlockPool(BlockTable):
         for read in self.reads:
             read.state, read.reason = LeaseState.ENDED, reason
         for write in self.writes:
-            write.state, write.reason = LeaseState.ENDED, reason
+            write.state, write.reason, write.told = LeaseState.ENDED, reason, None
         self.arena.close()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry.core.blockstore import Completion, Stats
-from kvferry.core.leases import SlotLease
+from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.core.write_leases import SlotWriteLease
 
 if TYPE_CHECKING:
     from kvferry.core.memory import MemoryStore
@@ -33,7 +34,7 @@ class SessionStore:
         namespace.takes_lossy = takes_lossy
         return namespace
 
-    def find_lease(self, lease_id: str) -> SlotLease | None:
+    def find_lease(self, lease_id: str) -> SlotReadLease | SlotWriteLease | None:
         """The lease of that id, if it holds blocks for this session."""
         return self.store.find_lease(lease_id, self.session)
 

@@ -24,9 +24,10 @@ from kvferry.core.errors import (
     SpecMismatchError,
 )
 from kvferry.core.keys import BlockKey, split_keys
-from kvferry.core.leases import SlotLease, SlotReadLease, SlotWriteLease
+from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.segments import Slot
+from kvferry.core.write_leases import SlotWriteLease
 from kvferry.daemon.peer_requests import has_blocks, read_blocks, remove_blocks, write_blocks
 from kvferry.daemon.verbs import require_leave, verb_of
 from kvferry.wire import daemon_messages as d
@@ -423,11 +424,11 @@ class Service:
         return Reply(d.Completions(completions=tuple(self._session.store.poll())))
 
 
-def _lossy(lease: SlotLease) -> tuple[int, ...] | msgspec.UnsetType:
+def _lossy(lease: SlotReadLease | SlotWriteLease) -> tuple[int, ...] | msgspec.UnsetType:
     return tuple(sorted(lease.lossy)) if lease.lossy else msgspec.UNSET
 
 
-def _moment(lease: SlotLease) -> float:
+def _moment(lease: SlotReadLease | SlotWriteLease) -> float:
     return lease.expires_at if lease.keys else 0.0
 
 

@@ -16,9 +16,10 @@ from kvferry.core.errors import (
     ProtocolError,
     StoreError,
 )
-from kvferry.core.leases import LeaseState, SlotLease, SlotReadLease, SlotWriteLease
+from kvferry.core.leases import LeaseState, SlotReadLease
 from kvferry.core.session_store import SessionStore
 from kvferry.core.sessions import Session
+from kvferry.core.write_leases import SlotWriteLease
 from kvferry.store.tiered import TieredStore
 from kvferry.wire.channel import Channel
 
@@ -49,7 +50,7 @@ class EngineSession:
         self.left_behind: list[EngineSession] = []
         """Earlier sessions of the same name with slots in quarantine, which this one may end."""
         self._lock = threading.Lock()
-        self._leases: dict[int, SlotLease] = {}
+        self._leases: dict[int, SlotReadLease | SlotWriteLease] = {}
         self._abandoned: dict[int, None] = {}
 
     def __repr__(self) -> str:
@@ -85,7 +86,7 @@ class EngineSession:
                     f"session {self.name} holds {len(self._leases)} leases, the most it may; release some"
                 )
 
-    def add(self, number: int, lease: SlotLease) -> None:
+    def add(self, number: int, lease: SlotReadLease | SlotWriteLease) -> None:
         """Enter a lease that holds something.
 
         Raises:
@@ -105,7 +106,7 @@ class EngineSession:
             _end(lease)
             raise LeaseExpiredError(f"lease {number:x} was abandoned by its holder before it began")
 
-    def get(self, number: int) -> SlotLease:
+    def get(self, number: int) -> SlotReadLease | SlotWriteLease:
         """The lease of that number.
 
         Raises:
@@ -156,7 +157,7 @@ class EngineSession:
             del self._leases[number]
 
 
-def _end(lease: SlotLease) -> None:
+def _end(lease: SlotReadLease | SlotWriteLease) -> None:
     if isinstance(lease, SlotWriteLease):
         lease.abort()
     elif isinstance(lease, SlotReadLease):

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from kvferry.core.blockstore import Lease, Namespace, ReadLease, WriteLease
 from kvferry.core.errors import LeaseExpiredError, StoreError
 from kvferry.core.keys import BlockKey
-from kvferry.core.leases import SlotWriteLease
 from kvferry.core.segments import Slot
+from kvferry.core.write_leases import SlotWriteLease
 
 __all__ = ["BlockSlots"]
 

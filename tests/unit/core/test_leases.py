@@ -1,18 +1,21 @@
+import gc
 import os
 import pickle
 import threading
 import time
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.core.arena import ArenaMap
 from kvferry.core.blockstore import ReadLease, WriteLease
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import LeaseExpiredError, StoreError
-from kvferry.core.leases import LeaseState, LeaseTicket, MappedReadLease, SlotReadLease, SlotWriteLease
+from kvferry.core.leases import LeaseState, LeaseTicket, MappedReadLease, SlotReadLease
 from kvferry.core.memory import MemoryStore
 from kvferry.core.sessions import Session
+from kvferry.core.write_leases import SlotWriteLease
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
 
 SPEC = small_spec("leases")
@@ -161,7 +164,7 @@ def test_a_lease_that_its_holder_ends_too_late_counts_as_expired(end: str) -> No
     stats = store.stats()
     assert (stats.expired_leases, stats.leases, stats.pinned_nbytes, stats.quarantined_nbytes) == (1, 0, 0, 0)
     in_time = reserved(store, store.session)
-    in_time.expires_at += 60
+    in_time.record.expires_at += 60
     in_time.abort()
     assert store.stats().expired_leases == 1
     store.close()
@@ -230,3 +233,86 @@ def test_many_short_leases_leave_no_deadlines_behind(store: MemoryStore) -> None
     assert len(table._deadlines) <= 64 + 1
     assert table.next_deadline() is None
     assert list(table) == []
+
+
+def test_a_write_lease_that_is_dropped_is_aborted_when_no_view_of_it_is_left() -> None:
+    """Its slots would be in quarantine for as long as the process lives."""
+    store = MemoryStore(4 * N)
+    lease = reserved(store, store.session)
+    view = lease.view(1)[16:32]
+    array = np.frombuffer(view, np.uint8)
+    del lease, view
+    assert (store.stats().leases, store.stats().pinned_nbytes) == (1, 2 * N)
+    array[:] = 255  # the bytes are still its own
+    del array
+    stats = store.stats()
+    assert (stats.leases, stats.pinned_nbytes, stats.quarantined_nbytes, stats.used_nbytes) == (0, 0, 0, 0)
+    store.close()
+
+
+def test_an_expired_write_lease_that_is_dropped_leaves_the_quarantine() -> None:
+    store = MemoryStore(4 * N, lease_s=0.01)
+    lease = reserved(store, store.session)
+    view = lease.view(0)
+    past(lease)
+    assert store.stats().quarantined_nbytes == 2 * N
+    del lease
+    assert store.stats().quarantined_nbytes == 2 * N
+    del view
+    assert store.stats().quarantined_nbytes == 0
+    store.close()
+
+
+@pytest.mark.parametrize("tell", ["ticket", "slots", "lease_id"])
+def test_a_write_lease_of_which_others_were_told_is_in_quarantine_though_it_is_dropped(tell: str) -> None:
+    store = MemoryStore(4 * N, lease_s=0.01)
+    lease = reserved(store, store.session)
+    told = lease.record.lease_id
+    _ = lease.ticket() if tell == "ticket" else getattr(lease, tell)
+    del lease
+    wait_until(lambda: store.stats().quarantined_nbytes == 2 * N)
+    gc.collect()
+    assert store.stats().quarantined_nbytes == 2 * N
+    found = store.find_lease(told, store.session)
+    assert isinstance(found, SlotWriteLease)
+    found.abort()
+    assert store.stats().used_nbytes == 0
+    store.close()
+
+
+def test_a_write_lease_that_is_dropped_while_others_write_ends_with_their_writing() -> None:
+    store = MemoryStore(4 * N)
+    lease = reserved(store, store.session)
+    writing = lease.writing()
+    writing.__enter__()
+    del lease
+    assert store.stats().used_nbytes == 2 * N
+    writing.__exit__(None, None, None)
+    del writing
+    assert store.stats().used_nbytes == 0
+    store.close()
+
+
+def test_who_waits_for_room_gets_that_of_a_lease_that_is_dropped() -> None:
+    store = MemoryStore(2 * N)
+    leases = [reserved(store, store.session)]
+    waits = threading.Event()
+    before = store._wait_for_room
+
+    def wait_for_room(now: float, deadline: float) -> None:
+        waits.set()
+        before(now, deadline)
+
+    store._wait_for_room = wait_for_room  # type: ignore[method-assign]
+
+    def drop() -> None:
+        assert waits.wait(30)
+        leases.clear()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    ns = store.namespace(SPEC)
+    with ns.reserve(ns.keys([9] * SPEC.block_tokens), parent=None, deadline=deadline_in(30)) as lease:
+        assert len(lease) == 1
+    thread.join()
+    store.close()

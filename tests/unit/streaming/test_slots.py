@@ -11,9 +11,10 @@ import pytest
 from kvferry.core import BlockKey, Hit, KeyScope, KVSpec, deadline_in
 from kvferry.core.clock import is_past
 from kvferry.core.errors import LeaseExpiredError, StoreError
-from kvferry.core.leases import SlotReadLease, SlotWriteLease
+from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory import MemoryStore
 from kvferry.core.memory_namespace import MemoryNamespace
+from kvferry.core.write_leases import SlotWriteLease
 from kvferry.streaming.slots import BlockSlots
 from kvferry.testing.prompt_kv import PromptKV
 
