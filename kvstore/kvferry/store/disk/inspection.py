@@ -28,7 +28,7 @@ from kvferry.store.disk.export import write_block
 from kvferry.store.disk.files import Files, is_gone, open_quietly, read_parts, reason_of
 from kvferry.store.disk.header import BlockHeader, readable
 from kvferry.store.disk.lock import has_lock_file, lock_owner
-from kvferry.store.disk.options import DiskOptions
+from kvferry.store.disk.options import MAX_CAPACITY_NBYTES, DiskOptions
 from kvferry.store.disk.places import open_directory
 from kvferry.store.disk.root import Root
 from kvferry.store.disk.scan import FoundBlock, Scan, scan_directory
@@ -392,7 +392,7 @@ def repair(directory: str, progress: Progress | None = None) -> Verification:
             )
     finally:
         files.close(fd)
-    options = DiskOptions((directory,), capacity_nbytes=1 << 62)
+    options = DiskOptions((directory,), capacity_nbytes=MAX_CAPACITY_NBYTES)
     root = Root(0, directory, files, Problems("inspect", _SILENT), lambda _: None, options)
     try:
         scan = root.start(make=False)

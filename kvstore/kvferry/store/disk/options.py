@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Final, Literal, cast, get_args
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
@@ -14,13 +14,13 @@ from kvferry.core.tier_plugins import TierOption
 from kvferry.core.units import format_nbytes, parse_nbytes, parse_seconds
 from kvferry.core.values import require_bool, require_number, require_text, require_whole
 
-__all__ = ["Direct", "DiskOptions", "Sync"]
+__all__ = ["MAX_CAPACITY_NBYTES", "Direct", "DiskOptions", "Sync"]
 
 Sync = Literal["none", "data", "full"]
 Direct = Literal["auto", "on", "off"]
 _MAX_RETRY_S = 3600
 _MIN_CAPACITY = 64 << 10
-_MAX_CAPACITY = 1 << 50
+MAX_CAPACITY_NBYTES: Final = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class DiskOptions:
         require_whole("capacity", self.capacity_nbytes)
         if self.capacity_nbytes < _MIN_CAPACITY:
             raise ConfigError(f"capacity is {self.capacity_nbytes} bytes, must be at least {_MIN_CAPACITY}")
-        if self.capacity_nbytes > _MAX_CAPACITY:
+        if self.capacity_nbytes > MAX_CAPACITY_NBYTES:
             raise ConfigError(
                 f"capacity is {format_nbytes(self.capacity_nbytes)}, may be at most "
-                f"{format_nbytes(_MAX_CAPACITY)}: see the unit"
+                f"{format_nbytes(MAX_CAPACITY_NBYTES)}: see the unit"
             )
         for name in ("keep_free_nbytes", "quarantine_nbytes"):
             require_whole(name.removesuffix("_nbytes"), getattr(self, name), least=0)
