@@ -54,6 +54,8 @@ def _probes(config: Config) -> list[tuple[str, str, Probe]]:
         ("decode.listen", config.decode.listen),
         ("decode.kv_listen", config.decode.kv_listen),
         ("gateway.listen", config.gateway.listen),
+        *(("daemon.listen", url) for url in config.daemon.listen or ()),
+        ("daemon.http", config.daemon.http),
     ]
     dials = [("gateway.prefill", url) for url in config.gateway.prefill]
     dials += [("gateway.decode", url) for url in config.gateway.decode]
@@ -76,14 +78,15 @@ def _probes(config: Config) -> list[tuple[str, str, Probe]]:
 def _listen_probe(option: str, url: str, config: Config) -> tuple[str, str, Probe]:
     """A probe of an address to listen on, which the process that has it must accept too."""
     from kvferry.core.diagnosis import Finding
-    from kvferry.engine.process import require_loopback
+    from kvferry.core.process import require_loopback
     from kvferry.transports.diagnosis import address_probe
 
     area, name, probe = address_probe(option, url, listens=True)
 
     def look() -> Iterable[Finding]:
         try:
-            require_loopback(url, option, trusted_network=config.wire.trusted_network)
+            tokens = config.daemon.credentials != "none" if option == "daemon.listen" else None
+            require_loopback(url, option, trusted_network=config.wire.trusted_network, credentials=tokens)
         except KVFerryError as error:
             remedy = f"do what it says, or change {option}"
             return [Finding(area, name, str(error), "fail", "the configuration asks for it", remedy)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -61,6 +62,22 @@ def test_what_the_worker_refuses_is_found(capsys: pytest.CaptureFixture[str]) ->
     error = " ".join(capsys.readouterr().err.split())
     assert "decode.kv_listen" in error
     assert "is the place where decode.listen (--listen) takes requests already" in error
+
+
+def test_addresses_of_the_daemon_are_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is taken may be by a daemon that runs already."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert _run("--set", f"daemon.listen=tcp://127.0.0.1:{port}") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"daemon.listen warn tcp://127.0.0.1:{port}: taken, maybe by kvferry itself" in text
+    assert _run("--set", "daemon.listen=tcp://0.0.0.0:0") == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tcp://0.0.0.0:0 (daemon.listen) can be reached from other hosts" in text
+    assert _run("--set", "daemon.listen=tls://0.0.0.0:0", "--set", "daemon.credentials=/there") == 0
+    capsys.readouterr()
+    assert _run("--set", "daemon.http=http://0.0.0.0:0") == 1
+    assert "(daemon.http) can be reached from other hosts" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_wrong_configuration_is_not_a_finding(capsys: pytest.CaptureFixture[str]) -> None:

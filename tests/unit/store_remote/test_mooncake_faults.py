@@ -17,7 +17,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey
 from kvferry.store.remote.mooncake import MooncakeOptions, MooncakeTier
-from kvferry.store.remote.mooncake.client import take_client
+from kvferry.store.remote.mooncake.client import give_client_back, take_client
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import block_bytes, small_spec, stop_process, wait_until
 from kvferry.testing.mooncake_pool import MooncakePool
@@ -47,8 +47,9 @@ BIG = small_spec("mooncake-big", pages=256)
 @pytest.fixture(scope="module")
 def pool() -> Iterator[MooncakePool]:
     with MooncakePool(32 << 20, lease_s=60) as pool:
-        take_client(options_of(pool))  # ending a client takes a second: this one ends with the process
+        take_client(options_of(pool))  # ending one takes a second: all tests have the same
         yield pool
+        give_client_back(options_of(pool), ended=True)
 
 
 def options_of(pool: MooncakePool, **more: object) -> MooncakeOptions:
