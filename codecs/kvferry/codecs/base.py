@@ -13,9 +13,10 @@ theirs: they cover the encoded bytes and belong to the tier or the link.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, TypeAlias
 
+from kvferry.core.buffers import address_of
 from kvferry.core.errors import CodecError
 from kvferry.core.spec import LayerSpec, TensorSpec
 
@@ -26,6 +27,8 @@ __all__ = [
     "CodecConfig",
     "Stage",
     "UnfitValuesError",
+    "check_apart",
+    "check_bytes",
     "check_writable",
     "slice_count",
 ]
@@ -177,6 +180,39 @@ class ByteStage(Stage):
         """
 
 
+def check_bytes(views: Iterable[memoryview], what: str, who: str) -> None:
+    """Whether buffers are flat bytes: kernels in C get an address and a length.
+
+    Raises:
+        CodecError: If one is anything else.
+    """
+    for view in views:
+        if not isinstance(view, memoryview):
+            kind = type(view).__name__
+            raise CodecError(f"{who}: the {what} is {kind}, must be a memoryview of bytes")
+        if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
+            raise CodecError(
+                f"{who}: the {what} is a memoryview of {view.ndim} dimensions of {view.format!r} with "
+                f"strides {view.strides}, must be one of contiguous bytes; .cast('B') makes one"
+            )
+
+
+def check_apart(src: memoryview, dst: memoryview, who: str) -> None:
+    """Whether input and output, of one object, have no byte in common: what is read would be written over.
+
+    Raises:
+        CodecError: If they have.
+    """
+    if src.obj is not dst.obj or not len(src) or not len(dst):
+        return
+    start, to = address_of(src), address_of(dst)
+    if start < to + len(dst) and to < start + len(src):
+        raise CodecError(
+            f"{who}: input and output overlap, the output begins {to - start} bytes behind the input; give "
+            "them memory of their own"
+        )
+
+
 def check_writable(dst: memoryview, codec_id: str) -> None:
     """Whether an output may be written: kernels in C, which get an address, would not notice.
 
@@ -193,6 +229,8 @@ def slice_count(nbytes: int, layer: LayerSpec, codec_id: str) -> int:
     Raises:
         CodecError: If that is no whole number.
     """
+    if not isinstance(layer, LayerSpec):
+        raise CodecError(f"codec {codec_id!r}: the layer is {type(layer).__name__}, must be a LayerSpec")
     if layer.nbytes == 0:
         if nbytes:
             raise CodecError(f"codec {codec_id!r}: {nbytes} bytes for a layer of none")

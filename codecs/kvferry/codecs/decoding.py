@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from kvferry.codecs.base import check_apart, check_bytes
 from kvferry.codecs.frame import LOSSY, STORED_RAW, Frame, aligned, frame_nbytes, parse_frame
 from kvferry.codecs.kernels import FrameForm, kernels
 from kvferry.codecs.pipeline import CodecPipeline
@@ -16,6 +17,7 @@ from kvferry.core.spec import LayerSpec
 __all__ = ["DecodedRow", "decode_frame", "decode_many", "decode_row"]
 
 _CACHED: Final = 64
+_WHO: Final = "decoding an encoded slice"
 
 
 class DecodedRow(NamedTuple):
@@ -58,6 +60,19 @@ def decode_frame(src: memoryview, layer: LayerSpec, dst: memoryview, *, lossless
         CorruptBlockError: If it cannot be decoded to exactly ``dst``.
         CodecError: If it is lossy and ``lossless_only``, or names a stage that is not installed.
     """
+    _check((src,), (dst,))
+    return _decode_frame(src, layer, dst, lossless_only)
+
+
+def _check(srcs: Sequence[memoryview], dsts: Sequence[memoryview]) -> None:
+    check_bytes(srcs, "frame", _WHO)
+    check_bytes(dsts, "output", _WHO)
+    for src in srcs:
+        for dst in dsts:
+            check_apart(src, dst, _WHO)
+
+
+def _decode_frame(src: memoryview, layer: LayerSpec, dst: memoryview, lossless_only: bool) -> Frame:
     for expected in _last[:1]:
         for _, flags in _as_expected(expected, (src,), layer, (dst,), lossless_only):
             body = src[len(expected.form.header) :]
@@ -90,12 +105,14 @@ def decode_many(
     """
     if len(srcs) != len(dsts):
         raise CodecError(f"{len(srcs)} frames for {len(dsts)} outputs")
+    for pair in zip(srcs, dsts, strict=True):
+        _check(pair[:1], pair[1:])
     at = 0
     while at < len(srcs):
         for expected in _last[:1]:
             at += len(_as_expected(expected, srcs[at:], layer, dsts[at:], lossless_only))
         if at < len(srcs):
-            decode_frame(srcs[at], layer, dsts[at], lossless_only=lossless_only)
+            _decode_frame(srcs[at], layer, dsts[at], lossless_only)
             at += 1
 
 
@@ -110,6 +127,9 @@ def decode_row(
         CorruptBlockError: If one cannot be decoded to exactly its ``dsts``.
         CodecError: If one names a stage that is not installed.
     """
+    _check((src,), dsts)
+    if len(layers) != len(dsts):
+        raise CodecError(f"{len(layers)} layers for {len(dsts)} outputs")
     at, lossy, stages = 0, False, set[bytes]()
     index = 0
     while index < len(layers):
@@ -121,7 +141,7 @@ def decode_row(
             return DecodedRow(at, True, frozenset(stages))
         done = _in_row(_pipeline_of(frame.stages), rest, layers[index:], dsts[index:], lossless_only)
         if not done:
-            decode_frame(one, layers[index], dsts[index], lossless_only=lossless_only)
+            _decode_frame(one, layers[index], dsts[index], lossless_only)
             done = [(len(one), LOSSY * frame.lossy)]
         for nbytes, flags in done:
             at += aligned(nbytes)

@@ -42,6 +42,8 @@ VERSION: Final = 1
 MAX_HEADER_NBYTES: Final = 1024
 _MAGIC: Final = b"KVc"
 _FIXED: Final = struct.Struct("<3sBBxHH6xQQ")
+_RESERVED_AT: Final = 5
+_RESERVED: Final = slice(10, 16)
 _ALIGNMENT: Final = 64
 _MAX_STAGES: Final = 8
 LOSSY, STORED_RAW = 1, 2
@@ -165,5 +167,7 @@ def parse_frame(src: memoryview, nbytes: int | None = None) -> Frame:
         )
     if flags & ~(LOSSY | STORED_RAW):
         raise CorruptBlockError(f"an encoded slice has unknown flags {flags:#x}")
-    named = bytes(src[_FIXED.size : _FIXED.size + stages])
+    named, padding = bytes(src[_FIXED.size : _FIXED.size + stages]), src[_FIXED.size + stages : size]
+    if src[_RESERVED_AT] or any(src[_RESERVED]) or any(padding):
+        raise CorruptBlockError("an encoded slice has something in bytes that are zeros in this format")
     return Frame(named, bool(flags & LOSSY), bool(flags & STORED_RAW), decoded, src[size:])

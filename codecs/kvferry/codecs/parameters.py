@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from kvferry.codecs.base import CodecConfig
 from kvferry.core.errors import CodecError
-from kvferry.core.nearest import did_you_mean
+from kvferry.core.nearest import did_you_mean, shown
 
 __all__ = ["Parameters"]
+
+_LONGEST: Final = 100
 
 
 class Parameters:
@@ -30,11 +32,14 @@ class Parameters:
             raise self._wrong(name, value, f"a whole number from {lowest} to {highest}")
         return value
 
-    def number(self, name: str, default: float, lowest: float, highest: float) -> float:
-        """A number in a range; errors as :meth:`integer`."""
-        value = self._take(name, default)
-        if isinstance(value, (bool, str)) or not lowest <= value <= highest:
-            raise self._wrong(name, value, f"a number from {lowest:g} to {highest:g}")
+    def fraction(self, name: str) -> float | None:
+        """A number above 0, up to 1, or ``None`` if it is not given; errors as :meth:`integer`."""
+        if name not in self._config:
+            self._known.append(name)
+            return None
+        value = self._take(name, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise self._wrong(name, value, "a number above 0, up to 1")
         return float(value)
 
     def choice(self, name: str, default: str, allowed: tuple[str, ...]) -> str:
@@ -70,12 +75,14 @@ class Parameters:
         for name in self._config:
             if name not in self._known:
                 existing = f"it has {', '.join(self._known)}" if self._known else "it has none"
-                near = did_you_mean(name, self._known)
-                raise CodecError(f"codec {self._codec_id!r} has no parameter {name!r}{near} ({existing})")
+                near = did_you_mean(name[:_LONGEST], self._known)
+                raise CodecError(
+                    f"codec {self._codec_id!r} has no parameter {shown(name)}{near} ({existing})"
+                )
 
     def _take(self, name: str, default: str | float | bool) -> str | int | float | bool:
         self._known.append(name)
         return self._config.get(name, default)
 
     def _wrong(self, name: str, value: object, allowed: str) -> CodecError:
-        return CodecError(f"codec {self._codec_id!r}: {name} is {value!r}; write {allowed}")
+        return CodecError(f"codec {self._codec_id!r}: {name} is {shown(value)}; write {allowed}")

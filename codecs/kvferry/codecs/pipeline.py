@@ -18,6 +18,8 @@ from kvferry.codecs.base import (
     Codec,
     Stage,
     UnfitValuesError,
+    check_apart,
+    check_bytes,
     check_writable,
     slice_count,
 )
@@ -41,6 +43,7 @@ from kvferry.codecs.tensors import TensorCodec
 from kvferry.codecs.text import parse_stages, stage_text
 from kvferry.core.buffers import copy_into
 from kvferry.core.errors import CodecError, CorruptBlockError
+from kvferry.core.nearest import shown
 from kvferry.core.spec import KVSpec, LayerSpec
 
 __all__ = ["CodecPipeline"]
@@ -77,7 +80,9 @@ class CodecPipeline:
 
     def __init__(self, stages: Sequence[Stage], *, check: str = "sample") -> None:
         if check not in ("sample", "always", "never"):
-            raise CodecError(f"check is {check!r}; write sample, always or never")
+            raise CodecError(f"check is {shown(check)}; write sample, always or never")
+        if not isinstance(stages, Sequence) or not all(isinstance(stage, Stage) for stage in stages):
+            raise CodecError(f"the stages are {shown(stages)}, must be a sequence of stages, or use parse")
         self.stages: Final = tuple(stages)
         self.arrays: Final = tuple(s for s in stages if isinstance(s, ArrayStage))
         codecs = [s for s in stages if isinstance(s, Codec)]
@@ -90,6 +95,7 @@ class CodecPipeline:
         self.lossless: Final = all(s.lossless for s in stages)
         self._alone = not self.arrays and not self.bytes
         self._plain = self._alone and isinstance(self.codec, RawCodec)
+        self._who = f"codec {self.text!r}"
         self._check = check
         self._named = stage_bytes(tuple((s.codec_id, s.config()) for s in stages))
         self._header = header_nbytes(self._named)
@@ -164,9 +170,13 @@ class CodecPipeline:
 
         Native kernels encode them in one call, with the GIL released.
         """
+        self._check_buffers(srcs, dsts)
+        if len(srcs) != len(dsts):
+            raise CodecError(f"codec {self.text!r}: {len(srcs)} inputs for {len(dsts)} outputs")
         shapes = [self._shape(layer, len(src)) for src in srcs]
-        for shape, dst in zip(shapes, dsts, strict=True):
+        for shape, src, dst in zip(shapes, srcs, dsts, strict=True):
             self._check_room(dst, shape.needed)
+            check_apart(src, dst[: shape.needed], self._who)
         done = _run(shapes, srcs, dsts)
         for index in range(len(done), len(srcs)):
             done.append(self._encode_frame(srcs[index], layer, shapes[index], dsts[index]))
@@ -188,8 +198,14 @@ class CodecPipeline:
             layers: Of each of ``srcs``.
             dst: Has room for the largest frame of each, rounded up to 64 bytes.
         """
+        self._check_buffers(srcs, (dst,))
+        if len(srcs) != len(layers):
+            raise CodecError(f"codec {self.text!r}: {len(srcs)} inputs for {len(layers)} layers")
         shapes = [self._shape(layer, len(src)) for src, layer in zip(srcs, layers, strict=True)]
-        self._check_room(dst, sum(aligned(shape.needed) for shape in shapes))
+        needed = sum(aligned(shape.needed) for shape in shapes)
+        self._check_room(dst, needed)
+        for src in srcs:
+            check_apart(src, dst[:needed], self._who)
         sizes: list[int] = []
         at = 0
         while len(sizes) < len(srcs):
@@ -211,6 +227,8 @@ class CodecPipeline:
 
     def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
         """Decode one frame of this very pipeline; otherwise as :func:`kvferry.codecs.decode_frame`."""
+        self._check_buffers((src,), (dst,))
+        check_apart(src, dst, self._who)
         frame = parse_frame(src)
         if frame.stages != self._named:
             raise CorruptBlockError(f"the slice was encoded by other stages than {self.text!r}")
@@ -256,6 +274,10 @@ class CodecPipeline:
                 header = header_bytes(self._named, nbytes, 0, lossy=not self.lossless)
                 form = FrameForm(plan, count, header, needed - self._header)
         return _Shape(count, needed, form)
+
+    def _check_buffers(self, srcs: Sequence[memoryview], dsts: Sequence[memoryview]) -> None:
+        check_bytes(srcs, "input", self._who)
+        check_bytes(dsts, "output", self._who)
 
     def _check_room(self, dst: memoryview, needed: int) -> None:
         if len(dst) < needed:

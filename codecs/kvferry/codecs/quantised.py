@@ -28,7 +28,6 @@ _AXES: Final = ("token", "channel")
 _KEYS: Final = (*_AXES, "range", "keep")
 _NUMBERS: Final = {"token": TOKEN, "channel": CHANNEL}
 _MOST: Final = 0xFFFF
-_DEFAULT_BOUND: Final = 0.0
 _MOST_INT4: Final = 127
 
 
@@ -46,11 +45,11 @@ class _Quantised(TensorCodec):
     def __init__(self, given: Parameters, most: int, default_group: int) -> None:
         super().__init__()
         self.group = given.integer("group", default_group, 1, most)
-        self.bound = given.number("bound", _DEFAULT_BOUND, 0, 1)
+        self.bound = given.fraction("bound")
 
     def error_bound(self, tensor: TensorSpec) -> float:
         """See :meth:`Codec.error_bound`."""
-        k, other = (self.bound, self.bound) if self.bound else self.default_bounds
+        k, other = self.default_bounds if self.bound is None else (self.bound, self.bound)
         return k if tensor.name == "k" else other
 
     @abstractmethod
@@ -77,7 +76,7 @@ class Int8Codec(_Quantised):
             each has two parameters; less error yet at the same size. ``keep``: keys stay as they are
             (1.32 times smaller), for answers that hardly ever change.
         group: Values that share a scale; keys of ``range`` twice as many.
-        bound: Largest relative L2 error of a tensor (:meth:`Codec.error_bound`); 0 for that of the codec.
+        bound: Largest relative L2 error of a tensor (:meth:`Codec.error_bound`); above 0, or the codec's.
 
     Raises:
         CodecError: For a value outside its range.
@@ -86,8 +85,8 @@ class Int8Codec(_Quantised):
     codec_id: ClassVar[str] = "int8"
     default_bounds = (0.025, 0.025)
 
-    def __init__(self, k: str = "token", group: int = 64, bound: float = _DEFAULT_BOUND) -> None:
-        given = Parameters(self.codec_id, {"k": k, "group": group, "bound": bound})
+    def __init__(self, k: str = "token", group: int = 64, bound: float | None = None) -> None:
+        given = Parameters(self.codec_id, {"k": k, "group": group, **_bound(bound)})
         super().__init__(given, _MOST, 64)
         self.k = given.choice("k", "token", _KEYS)
 
@@ -125,7 +124,7 @@ class Int4Codec(_Quantised):
     Args:
         group: Values that share a step; 32, or 64 for 3.55 times at a larger error.
         k: Groups of ``k`` tensors, ``channel`` or ``token``.
-        bound: Largest relative L2 error of a tensor (:meth:`Codec.error_bound`); 0 for that of the codec.
+        bound: Largest relative L2 error of a tensor (:meth:`Codec.error_bound`); above 0, or the codec's.
 
     Raises:
         CodecError: For a value outside its range.
@@ -134,8 +133,8 @@ class Int4Codec(_Quantised):
     codec_id: ClassVar[str] = "int4"
     default_bounds = (0.1, 0.15)
 
-    def __init__(self, group: int = 32, k: str = "channel", bound: float = _DEFAULT_BOUND) -> None:
-        given = Parameters(self.codec_id, {"k": k, "group": group, "bound": bound})
+    def __init__(self, group: int = 32, k: str = "channel", bound: float | None = None) -> None:
+        given = Parameters(self.codec_id, {"k": k, "group": group, **_bound(bound)})
         super().__init__(given, _MOST_INT4, 32)
         self.k = given.choice("k", "channel", _AXES)
 
@@ -166,7 +165,7 @@ class Fp8Codec(_Quantised):
     Args:
         scaled: Whether each group has a scale.
         group: Values that share one.
-        bound: Largest relative L2 error of a tensor (:meth:`Codec.error_bound`); 0 for that of the codec.
+        bound: Largest relative L2 error of a tensor (:meth:`Codec.error_bound`); above 0, or the codec's.
 
     Raises:
         CodecError: For a value outside its range.
@@ -175,8 +174,8 @@ class Fp8Codec(_Quantised):
     codec_id: ClassVar[str] = "fp8"
     default_bounds = (0.04, 0.04)
 
-    def __init__(self, *, scaled: bool = True, group: int = 64, bound: float = _DEFAULT_BOUND) -> None:
-        given = Parameters(self.codec_id, {"scaled": scaled, "group": group, "bound": bound})
+    def __init__(self, *, scaled: bool = True, group: int = 64, bound: float | None = None) -> None:
+        given = Parameters(self.codec_id, {"scaled": scaled, "group": group, **_bound(bound)})
         super().__init__(given, _MOST, 64)
         self.scaled = given.flag("scaled", default=True)
 
@@ -197,6 +196,10 @@ class Fp8Codec(_Quantised):
     def from_config(cls, config: CodecConfig) -> Fp8Codec:
         """Build it from :meth:`config`."""
         return cls(**Parameters(cls.codec_id, config).plain("scaled", "group", "bound"))
+
+
+def _bound(bound: float | None) -> dict[str, float]:
+    return {} if bound is None else {"bound": bound}
 
 
 def _given(codec: object, default: object, *names: str) -> CodecConfig:

@@ -9,6 +9,7 @@ from typing import Final
 from kvferry.codecs.base import CodecConfig
 from kvferry.codecs.frame import StageId
 from kvferry.core.errors import CodecError
+from kvferry.core.nearest import shown
 
 __all__ = ["parse_stages", "stage_text"]
 
@@ -21,6 +22,8 @@ def parse_stages(text: str) -> list[StageId]:
     Raises:
         CodecError: If it is malformed.
     """
+    if not isinstance(text, str):
+        raise CodecError(f"a codec is {type(text).__name__}, must be text such as ebp or shuffle|zstd")
     return [_parse(text, part) for part in _cut(text, text, "|")]
 
 
@@ -37,14 +40,18 @@ def _written(value: str | float | bool) -> str:
 def _parse(text: str, part: str) -> StageId:
     found = _STAGE.fullmatch(part)
     if found is None:
-        raise CodecError(f"codec {text!r}: {part!r} is no stage; write name or name(parameter=value, ...)")
+        raise CodecError(
+            f"codec {shown(text)}: {shown(part)} is no stage; write name or name(parameter=value, ...)"
+        )
     config: dict[str, str | int | float | bool] = {}
     for item in _cut(text, found[2] or "", ","):
         name, equals, value = map(str.strip, item.partition("="))
         if not item:
             continue
         if not name or not equals or not value or name in config:
-            raise CodecError(f"codec {text!r}: {item!r} is not of the form parameter=value, or given twice")
+            raise CodecError(
+                f"codec {shown(text)}: {shown(item)} is not of the form parameter=value, or given twice"
+            )
         config[name] = _value(value)
     return found[1], config
 
@@ -60,7 +67,7 @@ def _cut(text: str, part: str, at: str) -> list[str]:
             found.append(part[start:place].strip())
             start = place + 1
     if depth:
-        raise CodecError(f"codec {text!r}: the parentheses do not match")
+        raise CodecError(f"codec {shown(text)}: the parentheses do not match")
     return [*found, part[start:].strip()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterable
 from functools import lru_cache
@@ -15,6 +16,7 @@ __all__ = [
     "PAGE_NBYTES",
     "Buf",
     "ByteArray",
+    "address_of",
     "as_bytes_view",
     "copy_into",
     "page_aligned",
@@ -57,6 +59,17 @@ def as_bytes_view(buf: Buf) -> memoryview:
     if view.nbytes == 0:
         return memoryview(b"")
     return view.cast("B")
+
+
+def address_of(view: memoryview) -> int:
+    """Of its first byte; 0 if it has none."""
+    if not len(view):
+        return 0
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(
+        ctypes.c_char.from_buffer(view)
+    )  # three times as fast, but not for read-only views
 
 
 def total_nbytes(parts: Iterable[memoryview]) -> int:

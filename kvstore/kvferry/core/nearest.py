@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean", "nearest"]
+__all__ = ["did_you_mean", "nearest", "shown"]
+
+_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """``repr`` of something for a message, cut where it is long: whoever wrote it knows how it goes on."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, cast
 
 from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPluginError
 from kvferry.core.install_hint import install_hint
-from kvferry.core.nearest import did_you_mean
+from kvferry.core.nearest import did_you_mean, shown
 
 __all__ = ["GROUPS", "PluginInfo", "Registry"]
 
@@ -29,6 +29,7 @@ GROUPS = (
 )
 """Every group of plug-ins that kvferry knows."""
 
+_LONGEST = 100
 _LOCAL = "(this process)"
 
 
@@ -148,7 +149,7 @@ class Registry(Generic[T]):
         names = self.names()
         existing = f"existing: {', '.join(names)}" if names else "none is installed"
         return UnknownPluginError(
-            f"{self.group}: no plug-in {name!r}{did_you_mean(name, names)} ({existing})"
+            f"{self.group}: no plug-in {shown(name)}{did_you_mean(name[:_LONGEST], names)} ({existing})"
         )
 
 

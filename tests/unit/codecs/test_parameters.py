@@ -13,7 +13,8 @@ def test_values_and_defaults() -> None:
     given = Parameters("x", {"size": 3, "share": 1, "word": "a", "on": False, "name": "n"})
     assert given.integer("size", 1, 0, 9) == 3
     assert given.integer("other", 7, 0, 9) == 7
-    assert given.number("share", 0.5, 0, 1) == 1.0
+    assert given.fraction("share") == 1.0
+    assert given.fraction("part") is None
     assert given.choice("word", "b", ("a", "b")) == "a"
     assert given.flag("on", default=True) is False
     assert given.text("name", "") == "n"
@@ -37,10 +38,10 @@ def test_no_whole_number(value: str | float) -> None:
         Parameters("x", {"size": value}).integer("size", 1, 0, 9)
 
 
-@pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), -0.1])
-def test_no_number(value: str | float) -> None:
-    with pytest.raises(CodecError, match="a number from 0 to 1"):
-        Parameters("x", {"share": value}).number("share", 0.5, 0, 1)
+@pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), -0.1, 0, 0.0, 1.1])
+def test_no_fraction(value: str | float) -> None:
+    with pytest.raises(CodecError, match="a number above 0, up to 1"):
+        Parameters("x", {"share": value}).fraction("share")
 
 
 def test_no_word_and_no_flag() -> None:

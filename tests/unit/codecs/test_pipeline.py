@@ -293,7 +293,7 @@ def test_how_often_the_bound_is_checked(check: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(codec, "decode_into", counted)
     data = normal(LAYER, 0)
     for call in range(200):
-        monkeypatch.setattr(codec, "bound", 1e-6 if call == 32 else 0.0)
+        monkeypatch.setattr(codec, "bound", 1e-6 if call == 32 else None)
         encode(pipeline, data)
     sampled = {*range(0, 200, 16), *range(32, 97)}
     assert checked == {"always": list(range(200)), "sample": sorted(sampled), "never": []}[check]

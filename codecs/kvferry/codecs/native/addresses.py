@@ -1,15 +1,13 @@
-"""What the native library is given: addresses of memory, and of the pieces of a plan."""
+"""What the native library is given of a plan: the address of its pieces."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any, Final
 
-import numpy as np
-
 from kvferry.codecs.kernels import Plan
 
-__all__ = ["address_of", "pieces_of"]
+__all__ = ["pieces_of"]
 
 _DERIVED: Final = "native"
 
@@ -48,14 +46,3 @@ def pieces_of(plan: Plan) -> tuple[int, int]:
         held = plan.derived.setdefault(_DERIVED, (ctypes.addressof(array), len(array), array))
     address, number, _ = held
     return address, number
-
-
-def address_of(view: memoryview) -> int:
-    """Of its first byte; 0 if it has none."""
-    if not len(view):
-        return 0
-    if view.readonly:
-        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-    return ctypes.addressof(
-        ctypes.c_char.from_buffer(view)
-    )  # three times as fast, but not for read-only views

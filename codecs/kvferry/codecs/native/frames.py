@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvferry.codecs.kernels import FrameForm
-from kvferry.codecs.native.addresses import address_of, pieces_of
+from kvferry.codecs.native.addresses import pieces_of
+from kvferry.core.buffers import address_of
 
 __all__ = ["NativeFrames"]
 

@@ -7,8 +7,9 @@ import ctypes
 import numpy as np
 
 from kvferry.codecs.kernels import Frames, Plan, SumsOfSquares
-from kvferry.codecs.native.addresses import address_of, pieces_of
+from kvferry.codecs.native.addresses import pieces_of
 from kvferry.codecs.native.frames import NativeFrames
+from kvferry.core.buffers import address_of
 from kvferry.core.errors import CodecError, CorruptBlockError
 
 __all__ = ["NativeKernels"]
