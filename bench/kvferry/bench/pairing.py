@@ -1,7 +1,8 @@
 """Paired, interleaved runs: subject and baselines in turn, round by round.
 
 The machines that we measure on vary by a third within minutes, so only figures of one round are
-compared. The order turns with each round, so that none always runs first.
+compared. The order turns from round to round, and every other one runs backwards, so that none always runs
+first, or always behind the same other one.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def run_paired(
     total = (warmup + runs) * len(names)
     done = 0
     for round_number in range(warmup + runs):
-        shift = round_number % len(names)
-        for name in names[shift:] + names[:shift]:
+        shift = round_number // 2 % len(names)
+        order = names[shift:] + names[:shift]
+        for name in reversed(order) if round_number % 2 else order:
             sample = subjects[name]()
             if round_number >= warmup:
                 samples[name].append(sample)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from kvferry.bench.ceilings import MemcpyCold, RawSocket
@@ -24,10 +26,25 @@ def test_runs_are_interleaved_with_turning_order_and_warmups_do_not_count() -> N
         progress=lambda *args: seen.append(args),
         label="x",
     )
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert [s.seconds for s in samples["a"]] == [4.0, 5.0]
-    assert [s.seconds for s in samples["b"]] == [3.0, 6.0]
+    assert order == ["a", "b", "b", "a", "b", "a"]
+    assert [s.seconds for s in samples["a"]] == [4.0, 6.0]
+    assert [s.seconds for s in samples["b"]] == [3.0, 5.0]
     assert seen[-1] == ("x", 6, 6)
+
+
+def test_none_always_comes_first_or_behind_the_same_other_one() -> None:
+    order: list[str] = []
+
+    def subject(name: str) -> Sample:
+        order.append(name)
+        return Sample(1.0)
+
+    run_paired({n: lambda n=n: subject(n) for n in "abcd"}, runs=8, warmup=0)  # type: ignore[misc]
+    rounds = ["".join(order[at : at + 4]) for at in range(0, 32, 4)]
+    assert all(sorted(one) == list("abcd") for one in rounds)
+    assert Counter(one[0] for one in rounds) == dict.fromkeys("abcd", 2)
+    behind = Counter(one[at : at + 2] for one in rounds for at in range(3))
+    assert all(behind[pair] == behind[pair[::-1]] for pair in behind)
 
 
 def test_ceilings_move_what_they_say() -> None:

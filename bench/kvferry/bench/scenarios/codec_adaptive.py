@@ -1,16 +1,16 @@
 """``codec.adaptive``: the codec that a link chooses by itself, beside raw and fixed ones, at several rates.
 
 Layers of the KV of a text go from one process to another over a connection that is limited to a rate. The
-figure is the time from the first layer until all blocks are stored; each round streams with every codec, the
-same bytes, one prompt on a slow link and on a fast one so many that a moment lost to something else counts
-little. What was learnt stays from round to round, as it does between prompts.
+figure is the time from the first layer until all blocks are stored. Every codec streams the same bytes in
+turn, once a run on a slow link, and on a fast one so often that a moment that is lost counts little;
+a run is the mean of these prompts. What was learnt stays from prompt to prompt.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -34,7 +34,7 @@ from kvferry.wire.messages import Handoff, Ping, Pong, SamplingParams
 __all__ = ["run_adaptive"]
 
 _WAIT_S = 300.0
-_SAMPLE_S = 0.25
+_SAMPLE_S = 0.4
 _FASTEST = 2e9  # bytes a second that processes on one machine move, about
 _HANDOFF = Handoff(prompt_tokens=1, cached_tokens=0, first_token=0, sampling=SamplingParams())
 
@@ -72,22 +72,15 @@ class _Source:
 class _Streamer:
     """Streams the prompt over one channel of its own."""
 
-    def __init__(
-        self, peer: PeerProcess, source: _Source, codec: StreamCodec, rate: float, prompts: int
-    ) -> None:
+    def __init__(self, peer: PeerProcess, source: _Source, codec: StreamCodec, rate: float) -> None:
         options = ChannelOptions(
             role="bench", session="bench", checksum=True, capabilities=codec_capabilities()
         )
         self._channel = Channel.connect(f"{peer.address}?rate={rate:.0f}", options, deadline_in(_WAIT_S))
         self._source, self.link = source, codec.link(peer.address)
-        self._lossless, self._prompts = not codec.lossy, prompts
+        self._lossless = not codec.lossy
 
-    def __call__(self) -> Sample:
-        """Some prompts, one after the other; the mean of them."""
-        found = [self._stream("codec") for _ in range(self._prompts)]
-        return Sample(sum(s.seconds for s in found) / len(found), found[0].nbytes)
-
-    def _stream(self, name: str) -> Sample:
+    def __call__(self, name: str = "codec") -> Sample:
         spec = self._source.spec
         layers = [self._source.layer(number) for number in range(len(spec.layers))]
         sender = LayerSender(self._channel, spec, codec=self.link)
@@ -102,7 +95,7 @@ class _Streamer:
         """Stream once more; the receiver compares every byte, and a difference ends the channel."""
         if not self._lossless:
             return False
-        self._stream(DIGEST_PREFIX + self._source.digest())
+        self(DIGEST_PREFIX + self._source.digest())
         self._channel.call(Ping(), Pong, deadline=deadline_in(_WAIT_S))
         return True
 
@@ -137,12 +130,15 @@ def _at_rate(
     fixed = {text: StreamCodec(text) for text in ("raw", *options.adaptive)}
     auto = StreamCodec("auto", candidates=options.adaptive, allow_lossy=any(c.lossy for c in fixed.values()))
     prompts = max(1, round(_SAMPLE_S * min(rate, _FASTEST) / source.slices.nbytes))
-    codecs = {"subject": auto, **fixed}
-    streamers = {name: _Streamer(peer, source, codec, rate, prompts) for name, codec in codecs.items()}
+    streamers = {name: _Streamer(peer, source, c, rate) for name, c in {"subject": auto, **fixed}.items()}
     try:
         subjects: dict[str, Callable[[], Sample]] = dict(streamers)
         rounds = run_paired(
-            subjects, runs=options.runs, progress=progress, label=f"codec.adaptive at {format_rate(rate)}"
+            subjects,
+            runs=options.runs * prompts,
+            warmup=prompts,
+            progress=progress,
+            label=f"codec.adaptive at {format_rate(rate)}",
         )
         verified = streamers["subject"].verify()
         link = streamers["subject"].link
@@ -151,7 +147,7 @@ def _at_rate(
     finally:
         for streamer in streamers.values():
             streamer.close()
-    seconds = {name: [s.seconds for s in samples] for name, samples in rounds.items()}
+    seconds = {name: _means([s.seconds for s in samples], prompts) for name, samples in rounds.items()}
     best = min(fixed, key=lambda name: statistics.median(seconds[name]))
     seconds["best_fixed"] = seconds[best]
     params: dict[str, Param] = {
@@ -168,4 +164,9 @@ def _at_rate(
         "chosen": status.chosen,
         "why": status.line(),
     }
-    return summarise("codec.adaptive", params, "s", seconds, samples=rounds["subject"], verified=verified)
+    return summarise("codec.adaptive", params, "s", seconds, verified=verified)
+
+
+def _means(values: Sequence[float], count: int) -> list[float]:
+    """Of each ``count`` in a row."""
+    return [statistics.fmean(values[at : at + count]) for at in range(0, len(values), count)]
