@@ -116,10 +116,12 @@ static void files_seal(kvc_file *f, const kvc_kernels *k) {
     for (int i = 0; i < 16; i++) digits[i] = (uint8_t)"0123456789abcdef"[f->checksum >> (60 - 4 * i) & 15];
 }
 
-static int files_write_one(kvc_file *f, int64_t nbytes, int create, int reuse, int sync) {
+static int files_write_one(
+    kvc_file *f, int64_t nbytes, int create, int reuse, int sync, const kvc_kernels *k) {
     struct stat found;
     const int fd = files_take(f, create, reuse, nbytes);
     if (fd < 0) return -1;
+    if (!f->flags) files_seal(f, k); // now: what this processor copies next is in its cache then
     if (files_put(f, fd, nbytes) < 0 || (sync && fdatasync(fd) < 0) || fstat(fd, &found) < 0) {
         files_fail(f, KVC_WRITE);
         files_close(fd);
@@ -179,10 +181,12 @@ static size_t files_write(
     kvc_file *files, size_t count, int64_t nbytes, int create, int reuse, int sync, double deadline, files_turns *turns,
     const kvc_kernels *k) {
     size_t done = 0;
-    for (size_t i = 0; i < count && files_due(&files[i], deadline); i++) files_seal(&files[i], k);
+    // what the device fetches by itself is hashed while others write
+    for (size_t i = 0; i < count && files_due(&files[i], deadline); i++)
+        if (files[i].flags) files_seal(&files[i], k);
     if (!turns_take(turns, deadline)) return 0;
     while (done < count && files_due(&files[done], deadline) &&
-           !files_write_one(&files[done], nbytes, create, reuse, sync))
+           !files_write_one(&files[done], nbytes, create, reuse, sync, k))
         done++;
     turns_give(turns);
     return done;

@@ -1,15 +1,18 @@
 """Whether O_DIRECT works in a directory, and whether it pays there: measured once, at the start.
 
 Compared is what a cache does: writes that reach the device, and reads of what is not in the page cache any
-more. A file system in memory, or one that ignores hints, comes out better without.
+more. A file system in memory, or one that ignores hints, comes out better without. O_DIRECT leaves memory and
+processors to others, so it is taken unless it is clearly slower: by the median of rounds in which both ways
+take turns, of which there are more where the first do not agree.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvferry.core.buffers import page_aligned
@@ -22,8 +25,10 @@ PROBE_NBYTES: Final = 2 << 20
 """What the probe may take up for a moment."""
 
 _NBYTES: Final = 1 << 20
-_ROUNDS: Final = 3
-_WORTH_IT: Final = 0.95  # not slower than this share of the other way: it leaves the page cache to others
+_LEAST_ROUNDS: Final = 3
+_MOST_ROUNDS: Final = 9
+_WORTH_IT: Final = 0.75  # of the speed of the other way; virtual devices vary by more than a tenth
+_WAYS: Final = ("read", "write")
 
 
 class Probe(NamedTuple):
@@ -41,24 +46,37 @@ class Probe(NamedTuple):
 
 
 def probe_direct(files: Files, root: int) -> Probe:
-    """Measure both ways in the directory ``root``; takes some ten milliseconds and 1 MiB for a moment."""
+    """Measure both ways in the directory ``root``; takes 10 to 100 milliseconds and 1 MiB for a moment."""
     if not DIRECT:
         return Probe(False, False, "this system has no O_DIRECT")
     data = page_aligned(_NBYTES)
     try:
         with contextlib.suppress(FileNotFoundError):
             files.unlink(PROBE_NAME, root)
-        best = _measure(files, root, data)
+        seconds = _measure(files, root, data)
     except OSError as error:
         return Probe(False, False, f"not used: {reason_of(error)}")
     finally:
         with contextlib.suppress(OSError):
             files.unlink(PROBE_NAME, root)
-    figures = {name: f"{_NBYTES / seconds / 1e9:.2f} GB/s" for name, seconds in best.items()}
-    read = best["read"] * _WORTH_IT <= best["cached read"]
-    write = best["write"] * _WORTH_IT <= best["cached write"]
-    reads = f"reads {figures['read']} direct, {figures['cached read']} cached"
-    return Probe(read, write, f"{reads}; writes {figures['write']} direct, {figures['cached write']} cached")
+    speed = {name: f"{_NBYTES / statistics.median(found) / 1e9:.2f} GB/s" for name, found in seconds.items()}
+    reads = f"reads {speed['read']} direct, {speed['cached read']} cached"
+    text = f"{reads}; writes {speed['write']} direct, {speed['cached write']} cached"
+    read, write = (_pays(_gains(seconds, way)) for way in _WAYS)
+    return Probe(read, write, text)
+
+
+def _gains(seconds: Mapping[str, Sequence[float]], way: str) -> list[float]:
+    """Speed of O_DIRECT over that of the page cache, round by round."""
+    return [cached / direct for direct, cached in zip(seconds[way], seconds[f"cached {way}"], strict=True)]
+
+
+def _pays(gains: Sequence[float]) -> bool:
+    return statistics.median(gains) >= _WORTH_IT
+
+
+def _agree(gains: Sequence[float]) -> bool:
+    return len({gain >= _WORTH_IT for gain in gains}) == 1
 
 
 def probe_writes(files: Files, root: int, nbytes: int, *, durable: bool) -> None:
@@ -94,14 +112,14 @@ def _write_synced(files: Files, fd: int, data: memoryview) -> None:
     files.sync_data(fd)
 
 
-def _measure(files: Files, root: int, data: memoryview) -> dict[str, float]:
-    best: dict[str, float] = {}
+def _measure(files: Files, root: int, data: memoryview) -> dict[str, list[float]]:
+    """Seconds of each way, round by round."""
+    seconds: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], object]) -> None:
         start = time.perf_counter()
         call()
-        seconds = max(time.perf_counter() - start, 1e-9)
-        best[name] = min(seconds, best.get(name, seconds))
+        seconds.setdefault(name, []).append(max(time.perf_counter() - start, 1e-9))
 
     cached = files.create(PROBE_NAME, root)
     try:
@@ -109,7 +127,9 @@ def _measure(files: Files, root: int, data: memoryview) -> dict[str, float]:
         try:
             write_parts(files, cached, [data])  # allocates: what follows rewrites in place, both ways alike
             files.sync_data(cached)
-            for _ in range(_ROUNDS):
+            for number in range(_MOST_ROUNDS):
+                if number >= _LEAST_ROUNDS and all(_agree(_gains(seconds, way)) for way in _WAYS):
+                    break
                 timed("write", lambda: write_parts(files, direct, [data]))
                 timed("cached write", lambda: _write_synced(files, cached, data))
                 timed("read", lambda: read_parts(files, direct, [data]))
@@ -119,4 +139,4 @@ def _measure(files: Files, root: int, data: memoryview) -> dict[str, float]:
             files.close(direct)
     finally:
         files.close(cached)
-    return best
+    return seconds
