@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -42,11 +43,13 @@ class Ends:
         address: Of the channel.
         cpu_s: Processor seconds of the process that serves it, if known.
         bare: The baseline's name, and what makes it for parts of a size.
+        cpu: Of the end that measures, if each end has one of its own.
     """
 
     address: str
     cpu_s: Callable[[], float] | None = None
     bare: tuple[str, Callable[[int], BareLink]] | None = None
+    cpu: int | None = None
 
 
 class LinkEnds:
@@ -61,8 +64,8 @@ class LinkEnds:
         self._walk_nbytes = walk_nbytes
         self._address = address
         self._stack = contextlib.ExitStack()
-        self._found: dict[tuple[str, str], Ends] = {}
-        self._bare: dict[str, tuple[str, Callable[[int], BareLink]]] = {}
+        self._found: dict[tuple[str, str, bool], Ends] = {}
+        self._bare: dict[tuple[str, bool], tuple[str, Callable[[int], BareLink]]] = {}
         self._ucxx: PeerProcess | None = None
         self._folder: Path | None = None
         self._files: Certificates | None = None
@@ -79,15 +82,21 @@ class LinkEnds:
         """End all processes."""
         self._stack.close()
 
-    def of(self, scheme: str, options: str = "") -> Ends:
+    def of(self, scheme: str, options: str = "", *, pinned: bool = False) -> Ends:
         """The other end for ``scheme``, its address with ``options``.
+
+        With ``pinned`` each end of it, and of the bare socket, has a CPU of its own, if there are two. Else
+        the scheduler may put the ends of one on the same CPU, where a wake-up costs little and nothing
+        overlaps, and those of the other apart, and change that between two rounds.
 
         Raises:
             KVFerryError: If a process cannot be started, or the peer not be reached.
         """
-        key = (scheme, options)
+        key = (scheme, options, pinned)
         if key not in self._found:
-            self._found[key] = self._remote() if self._address else self._local(scheme, options)
+            cpus = sorted(os.sched_getaffinity(0)) if pinned else []
+            pair = (cpus[0], cpus[1]) if len(cpus) > 1 else (None, None)
+            self._found[key] = self._remote() if self._address else self._local(scheme, options, pair)
         return self._found[key]
 
     def _remote(self) -> Ends:
@@ -102,7 +111,7 @@ class LinkEnds:
         make = partial(BareLink, "tcp", (host, port), walk_nbytes=self._walk_nbytes)
         return Ends(self._address, None, ("raw_socket", make))
 
-    def _local(self, scheme: str, options: str) -> Ends:
+    def _local(self, scheme: str, options: str, cpus: tuple[int | None, int | None]) -> Ends:
         if scheme == "inproc":
             server = open_servers("inproc://kvferry-bench")
             self._stack.callback(server.close)
@@ -111,18 +120,22 @@ class LinkEnds:
         query = "&".join(filter(None, (certificates.options if certificates else "", options)))
         place = str(self._path(f"channel-{len(self._found)}")) if scheme == "unix" else "127.0.0.1:0"
         url = f"{scheme}://{place}" + (f"?{query}" if query else "")
-        peer = PeerProcess(self._walk_nbytes, listen=(url,))  # starts while the bare one does
+        here, there = cpus
+        peer = PeerProcess(self._walk_nbytes, listen=(url,), cpu=there)  # starts while the bare one does
         self._stack.callback(peer.close)
-        bare = self._bare_of(scheme, certificates)
-        return Ends(peer.addresses[0], peer.cpu_s, bare)
+        bare = self._bare_of(scheme, certificates, there)
+        return Ends(peer.addresses[0], peer.cpu_s, bare, here)
 
     def _bare_of(
-        self, scheme: str, certificates: Certificates | None
+        self, scheme: str, certificates: Certificates | None, cpu: int | None
     ) -> tuple[str, Callable[[int], BareLink]]:
         name, kind = _BARE[scheme]
-        if kind not in self._bare:
-            where = str(self._path("bare")) if kind == "unix" else "127.0.0.1"
-            process = PeerProcess(self._walk_nbytes, bare=((kind, where),), certificates=certificates)
+        key = (kind, cpu is not None)
+        if key not in self._bare:
+            where = str(self._path(f"bare-{len(self._bare)}")) if kind == "unix" else "127.0.0.1"
+            process = PeerProcess(
+                self._walk_nbytes, bare=((kind, where),), certificates=certificates, cpu=cpu
+            )
             self._stack.callback(process.close)
             make = partial(
                 BareLink,
@@ -132,8 +145,8 @@ class LinkEnds:
                 certificates=certificates,
                 server_cpu_s=process.cpu_s,
             )
-            self._bare[kind] = (name, make)
-        return self._bare[kind]
+            self._bare[key] = (name, make)
+        return self._bare[key]
 
     def ucxx(self, tls: str, nbytes: int) -> UcxxLink:
         """Bare UCXX over ``tls``, with the options and the window of the transport ``ucx``."""

@@ -95,6 +95,7 @@ class PeerProcess:
         listen: Addresses of channels.
         bare: Bare sockets: ``(kind, path or host)``.
         certificates: For those over TLS.
+        cpu: The only one that it may run on.
     """
 
     def __init__(
@@ -104,8 +105,9 @@ class PeerProcess:
         listen: tuple[str, ...] = (),
         bare: tuple[tuple[Kind | Literal["ucxx"], str], ...] = (),
         certificates: Certificates | None = None,
+        cpu: int | None = None,
     ) -> None:
-        request: dict[str, object] = {"walk": walk_nbytes, "listen": listen, "bare": bare}
+        request: dict[str, object] = {"walk": walk_nbytes, "listen": listen, "bare": bare, "cpu": cpu}
         if certificates is not None:
             request["certificates"] = [certificates.cert, certificates.key, certificates.ca]
         command = [sys.executable, "-m", "kvferry.bench.link.peer"]
@@ -147,6 +149,8 @@ class PeerProcess:
 
 
 def _serve(request: Mapping[str, object]) -> tuple[list[LinkServer], dict[str, object]]:
+    if isinstance(cpu := request.get("cpu"), int):
+        os.sched_setaffinity(0, {cpu})  # before there is another thread
     walk = request["walk"]
     listen, bare = request["listen"], request["bare"]
     assert isinstance(walk, int)

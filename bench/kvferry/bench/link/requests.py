@@ -38,7 +38,12 @@ class Request(NamedTuple):
 
     def message(self, first: int) -> PutLayer:
         """As it travels, with the number of the first part."""
-        return PutLayer(layer=first, blocks=_fields(self))
+        return PutLayer(layer=first, blocks=self.fields)
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """What a message says but for the number of the first part."""
+        return tuple(map(int, self))
 
     @classmethod
     def of(cls, message: Message) -> Request:
@@ -53,11 +58,6 @@ class Request(NamedTuple):
 
 
 # Remembered, since a bare socket beside it has next to nothing to prepare: what counts is the channel.
-@lru_cache(maxsize=256)
-def _fields(request: Request) -> tuple[int, ...]:
-    return tuple(map(int, request))
-
-
 @lru_cache(maxsize=256)
 def _request(fields: tuple[int, ...]) -> Request:
     if len(fields) != 5 or fields[0] > 2:

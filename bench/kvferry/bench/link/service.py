@@ -33,11 +33,17 @@ class LinkService:
     def serve(self, channel: Channel) -> None:
         """The handler of a channel: until it ends."""
         memory: LinkMemory | None = None
+        last: Request | None = None
         while (incoming := channel.receive_idle(deadline_in(_IDLE_S))) is not None:
             request = Request.of(incoming.message)
-            self._check(request)
-            if memory is None or (memory.nbytes, memory.walk_nbytes) != (request.nbytes, request.walk_nbytes):
-                memory = LinkMemory(request.nbytes, request.walk_nbytes)
+            if memory is None or request is not last:  # equal ones are remembered as one
+                self._check(request)
+                if memory is None or (memory.nbytes, memory.walk_nbytes) != (
+                    request.nbytes,
+                    request.walk_nbytes,
+                ):
+                    memory = LinkMemory(request.nbytes, request.walk_nbytes)
+                last = request
             self._answer(channel, incoming, request, memory)
 
     def _check(self, request: Request) -> None:

@@ -26,6 +26,7 @@ __all__ = ["link_params", "measure", "run_link"]
 _RPC_NBYTES = 4096
 _UCX_TLS = ("posix,cma", "tcp")
 _RPC_WALK_NBYTES = 16 << 20
+_PINNED = ("tcp", "tls", "unix")  # with one lane: one thread at each end
 
 
 class _Mover(Protocol):
@@ -102,7 +103,8 @@ class _Series:
 
     @property
     def other(self) -> Ends:
-        return self.peers.of(self.scheme, self.variant.url_options)
+        pinned = self.scheme in _PINNED and self.variant.lanes == 1
+        return self.peers.of(self.scheme, self.variant.url_options, pinned=pinned)
 
     def link(self, other: Ends, nbytes: int, walk_nbytes: int) -> Link:
         with_checksum = self.checksum == "xxh3"
@@ -110,7 +112,25 @@ class _Series:
 
     def params(self, nbytes: int, batch: int) -> dict[str, Param]:
         found = link_params(self.scheme, nbytes, batch, self.variant.lanes, self.checksum, self.options)
-        return {**found, "tls": self.variant.tls} if self.variant.tls else found
+        if self.variant.tls:
+            found["tls"] = self.variant.tls
+        return found if self.other.cpu is None else {**found, "pinned": True}
+
+    def run(self, name: str, run: Callable[[], Sample]) -> Callable[[], Sample]:
+        """``run`` on the CPU of this end, if that is given to it: others have threads of their own."""
+        other = self.other
+        if other.cpu is None or other.bare is None or name not in ("subject", other.bare[0]):
+            return run
+        return partial(_on, other.cpu, run)
+
+
+def _on(cpu: int, run: Callable[[], Sample]) -> Sample:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {cpu})
+    try:
+        return run()
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def run_link(
@@ -168,7 +188,9 @@ def _moves(
     for batch in sorted({parts_at_once(nbytes, batch, walk) for batch in options.batches}):
         count = max(1, options.run_nbytes // (nbytes * batch))
         subjects: dict[str, Callable[[], Sample]] = {
-            name: partial(mover.put if operation is Operation.PUT else mover.get, batch, count)
+            name: series.run(
+                name, partial(mover.put if operation is Operation.PUT else mover.get, batch, count)
+            )
             for name, mover in movers.items()
         }
         subjects["memcpy_cold"] = MemcpyCold(nbytes, count * batch, walk_nbytes=walk)
@@ -208,12 +230,12 @@ def _rpc(series: _Series, progress: Progress) -> Result:
     with contextlib.ExitStack() as stack:
         link = series.link(other, _RPC_NBYTES, min(options.walk_nbytes, _RPC_WALK_NBYTES))
         stack.callback(link.close)
-        subjects: dict[str, Callable[[], Sample]] = {"subject": partial(link.echo, options.requests)}
+        subjects = {"subject": series.run("subject", partial(link.echo, options.requests))}
         if other.bare is not None:
             name, make = other.bare
             bare = make(_RPC_NBYTES)
             stack.callback(bare.close)
-            subjects[name] = partial(bare.echo, options.requests)
+            subjects[name] = series.run(name, partial(bare.echo, options.requests))
         params = series.params(_RPC_NBYTES, 1)
         samples = run_paired(
             subjects,
