@@ -136,6 +136,14 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def memory_of(self, owner: Any) -> tuple[DeviceBytes, int]:  # noqa: ANN401 - each back end its own arrays
+        """All memory behind an array of this device, without a copy, and the address of its first byte.
+
+        Raises:
+            DeviceError: If the array is of another device.
+        """
+
+    @abstractmethod
     def host_register(self, view: memoryview) -> None:
         """Pin host memory for asynchronous copies. A whole arena at once: a copy must not cross two.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvferry.core.arena import available_memory
 from kvferry.core.buffers import ByteArray, page_aligned, write_into
-from kvferry.core.errors import CapacityError
+from kvferry.core.errors import CapacityError, DeviceError
 from kvferry.device.base import Device, DeviceBytes, Event, MemoryInfo, Stream
 
 __all__ = ["CpuDevice", "HostBytes"]
@@ -99,6 +99,12 @@ class CpuDevice(Device):
     def host_bytes(self, view: memoryview) -> HostBytes:
         """See :meth:`Device.host_bytes`."""
         return HostBytes(np.frombuffer(view, np.uint8))
+
+    def memory_of(self, owner: Any) -> tuple[HostBytes, int]:  # noqa: ANN401
+        """See :meth:`Device.memory_of`; of :class:`HostBytes` only."""
+        if not isinstance(owner, HostBytes):
+            raise DeviceError(f"{self.name}: {type(owner).__name__} is no memory of it")
+        return owner, int(owner.array.ctypes.data)
 
     def host_register(self, view: memoryview) -> None:
         """Nothing to do."""

@@ -100,6 +100,17 @@ class TorchDevice(Device):
         """See :meth:`Device.host_bytes`."""
         return cast("DeviceBytes", torch.frombuffer(view, dtype=torch.uint8))
 
+    def memory_of(self, owner: Any) -> tuple[DeviceBytes, int]:  # noqa: ANN401
+        """See :meth:`Device.memory_of`: the storage of a tensor."""
+        if not isinstance(owner, torch.Tensor) or owner.device != self._dev:
+            where = getattr(owner, "device", type(owner).__name__)
+            raise DeviceError(f"{self.name}: an array on {where} is no memory of it")
+        storage = owner.untyped_storage()
+        count = storage.nbytes() // owner.element_size()
+        with _mapped(f"{self.name}: a view of {storage.nbytes()} bytes"):
+            flat = owner.as_strided((count,), (1,), 0).view(torch.uint8)
+        return cast("DeviceBytes", flat), storage.data_ptr()
+
     def host_register(self, view: memoryview) -> None:
         """See :meth:`Device.host_register`: ``cudaHostRegister`` or its namesake."""
         with _mapped(f"{self.name}: pinning {len(view)} bytes"), self._mod.device(self._dev):

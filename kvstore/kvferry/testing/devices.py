@@ -20,6 +20,7 @@ from kvferry.device.base import Device, DeviceBytes
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.pinned import Slot
 from kvferry.device.tickets import CopyPart, CopyTicket
+from kvferry.testing.devices_pages import DevicePages
 
 __all__ = ["DeviceSuite"]
 
@@ -28,7 +29,7 @@ _SLOW_S = 0.05
 _AMPLE_S = 20.0
 
 
-class DeviceSuite:
+class DeviceSuite(DevicePages):
     """What every device must do. Inherit it in a test class and give :meth:`make_device`.
 
     A device that is not asynchronous leaves :meth:`kernel` and :meth:`set_latency` as they are; the tests

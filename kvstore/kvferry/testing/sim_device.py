@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -295,6 +295,12 @@ class SimDevice(Device):
     def host_bytes(self, view: memoryview) -> DeviceBytes:
         """See :meth:`Device.host_bytes`."""
         return _Host(np.frombuffer(view, np.uint8))
+
+    def memory_of(self, owner: Any) -> tuple[SimBytes, int]:  # noqa: ANN401
+        """See :meth:`Device.memory_of`."""
+        if not isinstance(owner, SimBytes) or owner.device is not self:
+            raise DeviceError(f"{self.name}: {owner!r} is no memory of it")
+        return owner, owner.data_ptr()
 
     def host_register(self, view: memoryview) -> None:
         """See :meth:`Device.host_register`."""

@@ -1,0 +1,167 @@
+"""The part of the device suite about an engine's pages; see :class:`DevicePages`."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvferry.core.buffers import ByteArray, page_aligned
+from kvferry.core.clock import deadline_in, is_past
+from kvferry.core.errors import DeviceError
+from kvferry.core.paged_copy import Copying, Event, HostCopier, Transfer
+from kvferry.core.regions import LAYOUTS, Region, RegionPlan
+from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
+from kvferry.device.block_copier import DeviceCopier
+from kvferry.device.copy_engine import CopyEngine
+
+if TYPE_CHECKING:
+    from kvferry.device.base import Device, DeviceBytes
+
+__all__ = ["DevicePages"]
+
+_PAGES, _TOKENS, _HEADS, _DIM = 7, 4, 3, 10
+_USED = (5, 0, 3)  # pages of three blocks, in no order
+_ITEM = DType.BFLOAT16.itemsize
+
+
+class DevicePages:
+    """What :class:`~kvferry.device.block_copier.DeviceCopier` must do on every device."""
+
+    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
+        """See :class:`~kvferry.testing.devices.DeviceSuite`."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("layout", sorted(LAYOUTS))
+    def test_pages_of_every_layout_are_exact(self, device: Device, layout: str) -> None:
+        """As the same copies on the host make them, and nothing beside them is touched (C006, C081)."""
+        spec = _spec(layout)
+        loaded, saved = _slots(spec, 1), _slots(spec, 2)
+        expected, _ = _host_regions(spec, layout)
+        mirror = RegionPlan(spec, expected)
+        HostCopier().start(Transfer(mirror, _USED, loaded, to_pages=True), (0, 1), 0, 3, None)
+        regions = [_on_device(device, region) for region in _host_regions(spec, layout)[0]]
+        plan = RegionPlan(spec, regions)
+        with closing(CopyEngine(device, slots=2, slot_nbytes=4096)) as engine:
+            copier = DeviceCopier(engine)
+            for layer in (0, 1):
+                _finish(copier.start(Transfer(plan, _USED, loaded, to_pages=True), [layer], 0, 3, None))
+            for there, here in zip(regions, expected, strict=True):
+                assert _read(engine, there) == bytes(_owner(here))
+            _finish(copier.start(Transfer(plan, _USED, saved, to_pages=False), (0, 1), 0, 3, None))
+        padded = [bytes(slot) for slot in saved]
+        assert padded == [_without_padding(spec, slot) for slot in loaded]
+
+    def test_pages_are_saved_behind_the_kernel_that_writes_them(self, device: Device) -> None:
+        """The event goes along to the device; nobody waits for it here."""
+        spec = _spec("stacked_nhd")
+        regions = [_on_device(device, region) for region in _host_regions(spec, "stacked_nhd")[0]]
+        plan, slots = RegionPlan(spec, regions), _slots(spec, 3)
+        with closing(CopyEngine(device, slots=2, slot_nbytes=4096)) as engine:
+            copier = DeviceCopier(engine)
+            for region in regions:
+                self.kernel(device, _device_bytes(region), 9, 0.02)
+            event = device.event()
+            event.record(device.current_stream())
+            after: Event = event
+            _finish(copier.start(Transfer(plan, _USED, slots, to_pages=False), (0, 1), 1, 2, after))
+        untouched, *full = (bytes(slot) for slot in slots)
+        assert untouched == bytes(_slots(spec, 3)[0])
+        nines = _without_padding(spec, memoryview(bytes([9]) * spec.block_nbytes))
+        assert full == [nines, nines]
+
+    def test_another_devices_memory_is_refused(self, device: Device) -> None:
+        """Before a copy could poison the process (C117)."""
+        with pytest.raises(DeviceError, match="no memory of it"):
+            device.memory_of(np.zeros(4))
+
+
+def _spec(layout: str) -> KVSpec:
+    shape = (_TOKENS, _HEADS, _DIM) if "h" in LAYOUTS[layout] else (_TOKENS, _DIM)
+    names = ("k", "v") if layout != "nd" else ("latent",)
+    layer = LayerSpec(tuple(TensorSpec(name, shape, DType.BFLOAT16) for name in names))
+    return KVSpec(model="pages", revision="r", layers=(layer, layer), block_tokens=_TOKENS)
+
+
+def _slots(spec: KVSpec, seed: int) -> list[memoryview]:
+    random = np.random.default_rng(seed)
+    slots = [page_aligned(spec.block_nbytes) for _ in _USED]
+    for slot in slots:
+        slot[:] = random.bytes(len(slot))
+    return slots
+
+
+def _without_padding(spec: KVSpec, slot: memoryview) -> bytes:
+    """As a save makes it: zeros where no tensor is."""
+    block = bytearray(slot)
+    for layer, held in enumerate(spec.layers):
+        place = spec.layer_slice(layer)
+        block[place.start + held.data_nbytes : place.stop] = bytes(held.nbytes - held.data_nbytes)
+    return bytes(block)
+
+
+def _host_regions(spec: KVSpec, layout: str) -> tuple[list[Region], list[ByteArray]]:
+    axes = LAYOUTS[layout]
+    sizes = {"b": _PAGES, "s": 2, "n": _TOKENS, "h": _HEADS, "d": _DIM, "c": 2 * _DIM}
+    shape = tuple(sizes[axis] for axis in axes)
+    apart = [""] if "s" in axes or "c" in axes else [t.name for t in spec.layers[0].tensors]
+    regions, memories = [], []
+    for layer in range(len(spec.layers)):
+        for tensor in apart:
+            memory = np.full(math.prod(shape) * _ITEM, 0xEE, np.uint8)
+            memories.append(memory)
+            array = memory.view(np.uint16).reshape(shape)
+            regions.append(
+                Region(
+                    layer=layer,
+                    layout=layout,
+                    tensor=tensor,
+                    address=int(memory.ctypes.data),
+                    shape=shape,
+                    strides=array.strides,
+                    itemsize=_ITEM,
+                    owner=memory,
+                )
+            )
+    return regions, memories
+
+
+def _on_device(device: Device, like: Region) -> Region:
+    """The same region in the device's memory, with the same bytes."""
+    here = _owner(like)
+    memory = device.empty(here.nbytes)
+    device.copy(memory, device.host_bytes(here.data), stream := device.new_stream())
+    stream.synchronize()
+    _, address = device.memory_of(memory)
+    return Region(
+        layer=like.layer, layout=like.layout, tensor=like.tensor, address=address, shape=like.shape,
+        strides=like.strides, itemsize=like.itemsize, owner=memory, device=device.kind,
+    )  # fmt: skip
+
+
+def _owner(region: Region) -> ByteArray:
+    assert isinstance(region.owner, np.ndarray)
+    return region.owner
+
+
+def _device_bytes(region: Region) -> DeviceBytes:
+    memory: DeviceBytes = region.owner  # type: ignore[assignment]
+    return memory
+
+
+def _read(engine: CopyEngine, region: Region) -> bytes:
+    memory = _device_bytes(region)
+    here = page_aligned(memory.numel())
+    engine.copy_out([(memory, here)]).wait(deadline_in(20))
+    return bytes(here)
+
+
+def _finish(copying: Copying) -> None:
+    deadline = deadline_in(20)
+    while not copying.query():
+        assert not is_past(deadline)
+        time.sleep(0.0005)
