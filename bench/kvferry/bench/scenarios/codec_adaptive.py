@@ -34,7 +34,7 @@ from kvferry.wire.messages import Handoff, Ping, Pong, SamplingParams
 __all__ = ["run_adaptive"]
 
 _WAIT_S = 300.0
-_SAMPLE_S = 0.4
+_SAMPLE_S = 0.25
 _FASTEST = 2e9  # bytes a second that processes on one machine move, about
 _HANDOFF = Handoff(prompt_tokens=1, cached_tokens=0, first_token=0, sampling=SamplingParams())
 
