@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.encoding import TierCodec
 from kvferry.store.level import LevelOptions
 from kvferry.store.policies import OnEvict, WriteThrough
+from kvferry.store.tier import TierNamespace
 from kvferry.store.tiered import TieredStore
 from kvferry.testing.codecs import fill_of, kv_layer
 
@@ -161,4 +162,26 @@ def test_a_lossless_reader_gets_nothing_of_a_lossy_tier_and_leaves_it_there(tmp_
         exact.prefetch(keys)
     assert len(any_loss.load(keys, deadline=deadline_in(5))) == 2
     assert len(exact.load(keys, deadline=deadline_in(5))) == 0  # it is in memory now
+    store.close()
+
+
+class Careless(DiskTier):
+    """Gives what it has to any reader, as one does that learns of the loss by reading."""
+
+    def only_lossy(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> list[bool]:
+        return [False] * len(keys)
+
+
+def test_the_store_does_not_rely_on_its_tiers(tmp_path: Path) -> None:
+    options = DiskOptions((str(tmp_path / "lossy"),), 4 << 20, direct="off")
+    tier = Careless("lossy", options, codec=TierCodec("int8", allow_lossy=True))
+    store = TieredStore(4 * SPEC.block_nbytes, [tier])
+    exact, any_loss = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
+    keys = exact.keys(range(128))
+    exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5))
+    assert store.flush(deadline=deadline_in(5))
+    store.evict(4 * SPEC.block_nbytes)
+    assert len(exact.load(keys, deadline=deadline_in(5))) == 0
+    assert (store.stats().entries, store.stats().pinned_nbytes) == (0, 0)
+    assert len(any_loss.load(keys, deadline=deadline_in(5))) == 2
     store.close()
