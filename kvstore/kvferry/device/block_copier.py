@@ -93,8 +93,8 @@ class _Copying:
             return False
         if self._ticket.error is not None:
             raise self._ticket.error
-        if self._last is not None:
-            self._last, last = None, self._last
+        last, self._last = self._last, None
+        if last is not None:
             last()
         return True
 
@@ -166,7 +166,8 @@ class _Scattered:
 
 
 def _strided(array: ByteArray, at: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> ByteArray:
-    return np.ndarray(shape, np.uint8, array.data, at, steps)
+    view: ByteArray = np.ndarray(shape, np.uint8, array.data, at, steps)
+    return view
 
 
 def _times(part: Part) -> int:
