@@ -209,8 +209,10 @@ def send_block(manifest: bytes, data: memoryview) -> Iterator[Pieces]:
     for at in range(CHUNK_NBYTES, len(data), CHUNK_NBYTES):
         piece = data[at : at + CHUNK_NBYTES]
         digest.update(piece)
-        yield [piece]
-    yield [_U64.pack(digest.intdigest())]
+        if at + CHUNK_NBYTES < len(data):
+            yield [piece]
+        else:
+            yield [piece, _U64.pack(digest.intdigest())]  # a few bytes on their own would be a packet
 
 
 def send_part(data: memoryview) -> Iterator[Pieces]:
