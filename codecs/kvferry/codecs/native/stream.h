@@ -5,6 +5,7 @@
 #define KVC_STREAM_H
 
 #include <errno.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -12,7 +13,7 @@
 
 #include "hash.h"
 
-enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 64 };
+enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 64, STREAM_LOOK_NS = 30000 };
 enum { STREAM_DONE = 0, STREAM_ENDED = -1, STREAM_STRAY = -2, STREAM_SHORT = -3 }; // else an errno; mirrored in hashed.py
 
 // One direction of a connection; mirrored in hashed.py.
@@ -71,6 +72,24 @@ static void stream_add_trailer(kvc_stream *s, struct iovec *window, int *number)
     window[(*number)++].iov_len = sizeof s->trailer - s->trailer_done;
 }
 
+// As recvmsg, which waits; but in the midst of a message it looks again for some microseconds first, while others may
+// run: the rest is often there sooner than a sleep and a wake-up take. `waited`: whether it waited in the kernel.
+static ssize_t stream_take(const kvc_stream *s, struct msghdr *message, int *waited) {
+    struct timespec start, now;
+    *waited = 0;
+    if (!(s->flags & MSG_DONTWAIT)) {
+        clock_gettime(CLOCK_MONOTONIC, &start);
+        do {
+            const ssize_t got = recvmsg(s->fd, message, (s->flags & ~MSG_WAITALL) | MSG_DONTWAIT);
+            if (got >= 0 || errno != EAGAIN) return got;
+            sched_yield();
+            clock_gettime(CLOCK_MONOTONIC, &now);
+        } while ((now.tv_sec - start.tv_sec) * 1000000000 + now.tv_nsec - start.tv_nsec < STREAM_LOOK_NS);
+    }
+    *waited = 1;
+    return recvmsg(s->fd, message, s->flags);
+}
+
 // Move all parts as they are: one call of the system, if the kernel takes or has them all.
 static int stream_plain(kvc_stream *s, int sending, const kvc_kernels *k) {
     struct iovec window[STREAM_PARTS];
@@ -80,12 +99,13 @@ static int stream_plain(kvc_stream *s, int sending, const kvc_kernels *k) {
         if (stream_late(s)) return STREAM_SHORT;
         const uint64_t wanted = stream_window(s, window, &number, s->left);
         message.msg_iovlen = (size_t)number;
-        const ssize_t moved = sending ? sendmsg(s->fd, &message, s->flags) : recvmsg(s->fd, &message, s->flags);
+        int waited = 1;
+        const ssize_t moved = sending ? sendmsg(s->fd, &message, s->flags) : stream_take(s, &message, &waited);
         if (moved < 0) return errno;
         if (!sending && message.msg_flags & MSG_CTRUNC) return STREAM_STRAY;
         if (!sending && moved == 0) return STREAM_ENDED;
         stream_advance(s, (uint64_t)moved, 0, k);
-        if ((uint64_t)moved < wanted) return STREAM_SHORT;
+        if (waited && (uint64_t)moved < wanted) return STREAM_SHORT;
     }
     return STREAM_DONE;
 }
@@ -139,14 +159,15 @@ static int stream_receive(kvc_stream *s, const kvc_kernels *k) {
             wanted += sizeof s->trailer - s->trailer_done;
         }
         message.msg_iovlen = (size_t)number;
-        const ssize_t got = recvmsg(s->fd, &message, s->flags);
+        int waited;
+        const ssize_t got = stream_take(s, &message, &waited);
         if (got < 0) return errno;
         const uint64_t moved = (uint64_t)got < nbytes ? (uint64_t)got : nbytes;
         stream_advance(s, moved, 1, k);
         s->trailer_done += (uint32_t)((uint64_t)got - moved);
         if (message.msg_flags & MSG_CTRUNC) return STREAM_STRAY; // descriptors where none are due
         if (got == 0) return STREAM_ENDED;
-        if ((uint64_t)got < wanted) return STREAM_SHORT;
+        if (waited && (uint64_t)got < wanted) return STREAM_SHORT;
     }
     return STREAM_DONE;
 }
