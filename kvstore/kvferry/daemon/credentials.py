@@ -280,6 +280,10 @@ def _write(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(number, "wb") as file:
             file.write(data)
+            with contextlib.suppress(FileNotFoundError):
+                before = path.stat()
+                if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(number, before.st_uid, before.st_gid)  # root changes it for the daemon's user
             file.flush()
             os.fsync(number)
         temporary.replace(path)

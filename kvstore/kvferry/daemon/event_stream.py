@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
@@ -89,16 +89,18 @@ class EventStreams:
         """All streams end."""
         self._closed = True
 
-    def response(self, feed: BlockFeed, snapshot: Snapshot) -> Response:
+    def response(self, feed: BlockFeed, snapshot: Snapshot, may_go_on: Callable[[], bool]) -> Response:
         """The stream as an answer; it ends the feed."""
-        return _Stream(self, feed, snapshot)
+        return _Stream(self, feed, self.lines(feed, snapshot, may_go_on))
 
-    async def lines(self, feed: BlockFeed, snapshot: Snapshot) -> AsyncIterator[bytes]:
-        """The stream, in pieces of whole lines."""
+    async def lines(
+        self, feed: BlockFeed, snapshot: Snapshot, may_go_on: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[bytes]:
+        """The stream, in pieces of whole lines, as long as its listener may have it."""
         seq, quiet = snapshot.seq, 0.0
         for line in _snapshot_lines(snapshot):
             yield _encoded(line)
-        while not self._closed:
+        while not self._closed and may_go_on():
             over = feed.over  # before what waits is taken: it may be over only after that
             events = [] if over else feed.take(_MOST_IN_LINE)
             if over:
@@ -118,11 +120,11 @@ class EventStreams:
 class _Stream(Response):
     """An answer that ends its feed however it ends, also if it never begins."""
 
-    def __init__(self, streams: EventStreams, feed: BlockFeed, snapshot: Snapshot) -> None:
+    def __init__(self, streams: EventStreams, feed: BlockFeed, lines: AsyncIterator[bytes]) -> None:
         super().__init__()
         self._streams, self._feed = streams, feed
         self._inner = StreamingResponse(
-            streams.lines(feed, snapshot),
+            lines,
             media_type="application/x-ndjson",
             headers={"cache-control": "no-store", "x-content-type-options": "nosniff"},
         )

@@ -271,7 +271,14 @@ class DaemonHttp:
         except BaseException:
             self._streams.end(feed)
             raise
-        return self._streams.response(feed, Snapshot(store.arena.epoch, tenant, seq, present))
+        header = request.headers.get("authorization", "")
+
+        def may_go_on() -> bool:
+            """Whether the token is still valid, and the tenant still there."""
+            shown = caller_of(header, self._token, self._daemon.tenants)
+            return shown == caller and self._daemon.stores.get(tenant) is store
+
+        return self._streams.response(feed, Snapshot(store.arena.epoch, tenant, seq, present), may_go_on)
 
     def _admin(self, verb: str) -> Endpoint:
         async def answer(request: Request) -> Response:

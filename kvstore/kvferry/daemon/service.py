@@ -76,8 +76,8 @@ class Service:
         store = grant.tenant.store
         self._arena = store.arena
         self._pid = (channel.peer_pid or 0) if can_share_arena(channel) else 0
-        may_write = grant.allows("write")
-        self._shares = self._pid > 0 and (may_write or not self._arena.shared)
+        may_read, may_write = grant.allows("read"), grant.allows("read") and grant.allows("write")
+        self._shares = self._pid > 0 and (may_write if self._arena.shared else may_read)
         self._offer = ArenaOffer(channel, store.arena, may_write=may_write)
         self._namespaces: list[MemoryNamespace] = []
         self._by_id: dict[tuple[bytes, bool], int] = {}  # by id, and whether it takes lossy blocks

@@ -34,7 +34,6 @@ _NAMES: Final[dict[type[Message], str]] = {
     Ping: "ping",
 }
 _RIGHTS: Final[dict[type[Message], Right]] = {
-    d.OpenNamespace: "read",
     d.LookupBlocks: "read",
     d.LoadBlocks: "read",
     d.FindLease: "read",
@@ -70,6 +69,8 @@ def require_leave(grant: Grant, message: Message) -> None:
         right: Right | None = "read" if message.verb in _READING else "write"
     else:
         right = _RIGHTS.get(type(message))
+    if isinstance(message, d.OpenNamespace) and not grant.allows("write"):
+        right = "read"  # either does: it is how one begins
     if right is not None:
         grant.require(right, verb_of(message))
     if not isinstance(message, _UNMETERED):
