@@ -21,6 +21,14 @@ def test_saves_and_loads_stand_beside_what_bounds_them(url: str) -> None:
     done = bench("--url", url, "--sizes", "64KiB", "--walk", "1MiB", "--runs", "1", "--json")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
+    paged = [line for line in lines if "layout" in line["params"]]
+    assert [(line["scenario"], line["params"]["layout"]) for line in paged] == [
+        (f"daemon.{verb}", layout)
+        for verb in ("gather", "scatter")
+        for layout in ("stacked_nhd", "packed_hnd")
+    ]
+    assert all(line["verified"] and set(line["ratios"]) == {"memcpy_cold"} for line in paged)
+    lines = [line for line in lines if line not in paged]
     found = {(line["scenario"], line["params"]["batch"], line["params"]["touch"]): line for line in lines}
     assert set(found) == {
         ("daemon.save", 1, "all"), ("daemon.save", 8, "all"),

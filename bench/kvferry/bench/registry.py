@@ -124,6 +124,8 @@ GROUPS: dict[str, Group] = {
             "redis.get",
             "daemon.save",
             "daemon.load",
+            "daemon.gather",
+            "daemon.scatter",
         ),
         runner="kvferry.bench.scenarios.store:run",
     ),

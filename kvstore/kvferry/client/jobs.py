@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvferry.core.blockstore import Lease, ReadLease, WriteLease
@@ -21,6 +21,7 @@ __all__ = ["Job", "LoadJob", "SaveJob"]
 
 _POLL_S: Final = 100e-6
 _PIECE_NBYTES: Final = 8 << 20
+_TOGETHER_NBYTES: Final = 1 << 20
 _FLYING: Final = 8
 _RESERVE_S: Final = 1.0
 _NEVER: Final = float("inf")
@@ -65,17 +66,13 @@ class Job:
         self._pieces: deque[_Piece] = deque()
         self._flying: deque[tuple[_Piece, Copying]] = deque()
         self._layers_done: set[int] = set()
-        self._over = self._ending = self._busy = self._claimed = False
-        self._renewing = False
-        self._renew_at = _NEVER
-        self._span = 0.0
+        self._over = self._ending = self._busy = self._claimed = self._renewing = False
+        self._renew_at, self._span = _NEVER, 0.0
         self.nbytes = 0
 
     def __repr__(self) -> str:
-        return f"<{self.kind} job {self.name!r} of {len(self.block_ids)} blocks, {self._state()}>"
-
-    def _state(self) -> str:
-        return "over" if self._over else f"{len(self._layers_done)} layers done"
+        state = "over" if self._over else f"{len(self._layers_done)} layers done"
+        return f"<{self.kind} job {self.name!r} of {len(self.block_ids)} blocks, {state}>"
 
     @property
     def done(self) -> bool:
@@ -250,6 +247,17 @@ class Job:
     def _landed(self, piece: _Piece) -> None:
         raise NotImplementedError
 
+    def _together(self, layers: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Layers that are copied in one piece: several where they are so small that a piece costs more."""
+        specs, start, nbytes = self.registration.plan.spec.layers, 0, 0
+        for at, layer in enumerate(layers):
+            more = specs[layer].nbytes * len(self.block_ids)
+            if at > start and nbytes + more > _TOGETHER_NBYTES:
+                yield layers[start:at]
+                start, nbytes = at, 0
+            nbytes += more
+        yield layers[start:]
+
     def _nbytes_of(self, piece: _Piece) -> int:
         blocks = len(self._transfer or ()) if piece.blocks is None else piece.blocks
         layers = self.registration.plan.spec.layers
@@ -293,6 +301,9 @@ class LoadJob(Job):
 
     A layer counts as done when its bytes are in place and the lease has said that they were right to the
     end. Blocks behind those that the lease has are misses: they have failed from the start.
+
+    Attributes:
+        lossy: Whether a block of it has lost something; what is computed behind it has then too.
     """
 
     kind = "load"
@@ -304,13 +315,14 @@ class LoadJob(Job):
         super().__init__(registration, name, block_ids, deadline)
         self._lease = lease
         self._held = len(lease) - first
+        self.lossy = any(index >= first for index in lease.lossy)
         self._blocks_done = 0
         plan = registration.plan
         views = [lease.view(first + index) for index in range(self._held)]
         self._transfer = Transfer(plan, self.block_ids[: self._held], views, to_pages=True)
         self.order = order
         if order == "layer":
-            self._pieces.extend(_Piece((n,), after) for n in range(len(plan.layers)))
+            self._pieces.extend(_Piece(layers, after) for layers in self._together(range(len(plan.layers))))
         else:
             step = max(1, _PIECE_NBYTES // max(1, plan.spec.block_nbytes))
             layers = range(len(plan.layers))
@@ -374,15 +386,14 @@ class SaveJob(Job):
 
     def __init__(
         self, registration: Registration, name: str, keys: Sequence[BlockKey], block_ids: Sequence[int], *,
-        parent: BlockKey | None, deadline: float,
+        parent: BlockKey | None, deadline: float, lossy: bool,
     ) -> None:  # fmt: skip
         super().__init__(registration, name, block_ids, deadline)
-        self._keys = tuple(keys)
+        self._keys, self._lossy = tuple(keys), lossy
         self._parent = parent
         self._lease: WriteLease | None = None
         self._given: set[int] = set()
-        self._committing = False
-        self._committed = False
+        self._committing = self._committed = False
         self.stored = 0
 
     def layer(self, number: int, event: Event | None = None) -> None:
@@ -397,17 +408,20 @@ class SaveJob(Job):
         count = len(self.registration.plan.layers)
         if not 0 <= number < count:
             raise IndexError(f"{self!r} has no layer {number}")
-        with self._cond:
-            if number in self._given or self._over or self._ending:
-                return
-            self._given.add(number)
-            self._pieces.append(_Piece((number,), event))
-        self._mover.wake()
+        self._give([number], event)
 
     def all_layers(self, event: Event | None = None) -> None:
         """:meth:`layer` of those that were not given yet."""
-        for number in range(len(self.registration.plan.layers)):
-            self.layer(number, event)
+        self._give(range(len(self.registration.plan.layers)), event)
+
+    def _give(self, numbers: Sequence[int], event: Event | None) -> None:
+        with self._cond:
+            new = [number for number in numbers if number not in self._given]
+            if not new or self._over or self._ending:
+                return
+            self._given.update(new)
+            self._pieces.extend(_Piece(layers, event) for layers in self._together(new))
+        self._mover.wake()
 
     def failed_blocks(self) -> tuple[int, ...]:
         """All of them if it has failed, else none: blocks are published together or not at all."""
@@ -429,6 +443,7 @@ class SaveJob(Job):
             return
         try:
             places = dict(zip(self._keys, self.block_ids, strict=True))
+            lease.mark_lossy(range(len(lease)) if self._lossy else ())
             views = [lease.view(index) for index in range(len(lease))]
             pages = [places[key] for key in lease.keys]
             transfer = Transfer(self.registration.plan, pages, views, to_pages=False)

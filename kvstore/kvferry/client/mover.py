@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 from kvferry.client.jobs import Job, LoadJob
 from kvferry.client.registration import Registration
 from kvferry.core.blockstore import Completion, Namespace
-from kvferry.core.errors import KVFerryError, StoreError
+from kvferry.core.clock import deadline_in, time_left
+from kvferry.core.errors import KVFerryError, RequestCancelledError, StoreError
 from kvferry.core.paged_copy import BlockCopier, HostCopier
 from kvferry.core.regions import Region, RegionPlan
 
@@ -87,20 +88,29 @@ class BlockMover:
         return len(self._loads) + len(self._saves)
 
     def close(self) -> None:
-        """Cancel all jobs and end the threads; a second call does nothing."""
+        """End all jobs and the threads; a second call does nothing.
+
+        Waits 10 s for a device, or a store, that does not answer. What is under way there then goes on
+        behind it, and is said in the log: its jobs, and with them the regions, are kept until it has ended.
+        """
         with self.cond:
             if self._closed:
                 return
             self._closed = True
             jobs = [*self._loads, *self._saves]
         for job in jobs:
-            job.cancel()
+            job.fail(RequestCancelledError(f"{job!r} was cancelled: its client was closed"))
         self.wake()
         with self._asked:
             self._asked.notify_all()
+        deadline = deadline_in(_JOIN_S)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_JOIN_S)
+                thread.join(time_left(deadline))
+        if self.jobs:
+            log.error(
+                "closed with %d jobs whose copies have not ended: %s", self.jobs, [*self._loads, *self._saves]
+            )
 
     def __enter__(self) -> BlockMover:
         return self
@@ -134,6 +144,8 @@ class BlockMover:
         with self.cond:
             self._loads.pop(job, None)
             self._saves.pop(job, None)
+            self._woken = True  # it may have been the last that a closed mover waits for
+            self.cond.notify_all()
         self._completions.append(Completion(job.name, job.kind, not failed, job.nbytes, seconds, failed))
 
     def ask(self, question: Callable[[], None]) -> None:

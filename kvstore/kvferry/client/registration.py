@@ -87,7 +87,7 @@ class Registration:
 
     def save(
         self, job: str, keys: Sequence[BlockKey], block_ids: Sequence[int], *, parent: BlockKey | None,
-        deadline: float,
+        deadline: float, lossy: bool = False,
     ) -> SaveJob:  # fmt: skip
         """Save the engine's blocks, layer by layer as it says that they are ready. Waits for nobody.
 
@@ -97,6 +97,7 @@ class Registration:
             block_ids: Where each block is.
             parent: Key of the block before ``keys[0]``, ``None`` if that is the first.
             deadline: By when it is over, stored or not.
+            lossy: They were computed behind blocks that have lost something (:attr:`LoadJob.lossy`).
 
         Raises:
             ConfigError: For a block that was not registered, a key that is none or comes twice, or if
@@ -108,7 +109,7 @@ class Registration:
         checked_pages(self.plan, block_ids)
         if len(set(keys)) != len(block_ids) or len(keys) != len(block_ids):
             raise ConfigError(f"save {job!r}: {len(set(keys))} different keys, {len(block_ids)} block ids")
-        made = SaveJob(self, job, keys, block_ids, parent=parent, deadline=deadline)
+        made = SaveJob(self, job, keys, block_ids, parent=parent, deadline=deadline, lossy=lossy)
         self._take(made)
         made.begin()
         return made

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from kvferry.client import BlockMover, Client, ClientNamespace, LoadJob, Registration, SaveJob, jobs
+from kvferry.client import mover as mover_module
 from kvferry.core.blockstore import Namespace
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import (
@@ -96,10 +97,28 @@ class FakeDevice:
         gate.done = True
 
 
+class SlowHost:
+    """A copy by the mover's own hand that stands still in the middle, until the test lets it go on."""
+
+    orders_events = False
+
+    def __init__(self) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def start(
+        self, transfer: Transfer, layers: Sequence[int], first: int, count: int, after: Event | None
+    ) -> Copying | None:
+        self.entered.set()
+        assert self.go.wait(30)
+        return HostCopier().start(transfer, layers, first, count, after)
+
+
 class Setting:
     """A client, a namespace, pages, and keys for as many blocks as a test has."""
 
-    def __init__(self, start: Start, *settings: str, copier: FakeDevice | None = None, url: int = 0) -> None:
+    def __init__(
+        self, start: Start, *settings: str, copier: FakeDevice | SlowHost | None = None, url: int = 0
+    ) -> None:
         self.daemon = start(*settings)
         copiers = {"fake": copier} if copier else None
         self.client = Client(self.daemon.addresses[url], copiers=copiers)
@@ -135,7 +154,8 @@ Make = Callable[..., Setting]
 
 
 @pytest.fixture
-def device() -> FakeDevice:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    monkeypatch.setattr(jobs, "_TOGETHER_NBYTES", 0)  # each layer is a copy of its own
     return FakeDevice()
 
 
@@ -278,6 +298,42 @@ def test_cancel_returns_when_the_device_has_ended(setting: Make, device: FakeDev
     s.leases_end()
     assert not device.waiting
     job.cancel()  # again: nothing
+
+
+def test_cancel_returns_when_the_copy_of_this_process_has_ended(setting: Make) -> None:
+    copier = SlowHost()
+    s = setting(copier=copier)
+    save_blocks(s.namespace, s.keys(3))
+    job = s.load(s.keys(3), [1, 2, 3])
+    assert copier.entered.wait(10)
+    canceller = threading.Thread(target=job.cancel)
+    canceller.start()
+    wait_until(lambda: job.error is not None)
+    assert not job.done, "it is still being copied"
+    before = s.pages.of([1, 2, 3])
+    copier.go.set()
+    canceller.join(10)
+    assert not canceller.is_alive()
+    assert not job.wait_layer(0, deadline=deadline_in(5)), "a layer that was stopped counts as loaded"
+    np.testing.assert_array_equal(s.pages.of([1, 2, 3]), before)
+    s.leases_end()
+
+
+def test_closing_does_not_wait_for_a_dead_device(
+    setting: Make, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mover_module, "_JOIN_S", 0.1)
+    s = setting(copier=device)
+    save_blocks(s.namespace, s.keys(2))
+    job = s.load(s.keys(2), [1, 2])
+    wait_until(lambda: len(device.waiting) == LAYERS)
+    s.client.close()
+    assert not job.done
+    assert "copies have not ended" in caplog.text
+    while device.waiting:
+        device.run_one()
+    assert finished(job)
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "kvferry-mover"])
 
 
 def test_a_device_that_fails_fails_its_jobs_alone(setting: Make, device: FakeDevice) -> None:
@@ -530,6 +586,22 @@ def test_a_lease_may_come_from_another_process(setting: Make) -> None:
         assert job.ok
         np.testing.assert_array_equal(s.pages.of([4, 5]), s.pages.of([0, 1]))
     s.leases_end()
+
+
+def test_what_has_lost_something_stays_marked(setting: Make) -> None:
+    s = setting()
+    deadline = deadline_in(20)
+    save = s.registration.save("s", s.keys(2), [0, 1], parent=None, deadline=deadline, lossy=True)
+    save.all_layers()
+    assert finished(save)
+    assert s.namespace.lookup(s.keys(2)).prefix == 0, "whoever takes no loss gets none"
+    lossy = s.client.namespace(SPEC, takes_lossy=True)
+    lease = lossy.load(s.keys(2), deadline=deadline_in(5))
+    job = s.registration.load("l", lease, [4, 5], deadline=deadline)
+    assert job.lossy
+    assert finished(job)
+    s.saved(2, [0, 1])
+    assert not s.load(s.keys(2), [4, 5]).lossy
 
 
 def test_errors_of_a_client_that_is_closed_are_ours(setting: Make) -> None:

@@ -41,6 +41,8 @@ SCENARIOS = {
 DAEMON_SCENARIOS = {
     "daemon.save": "store_daemon:run_save",
     "daemon.load": "store_daemon:run_load",
+    "daemon.gather": "store_pages:run_gather",
+    "daemon.scatter": "store_pages:run_scatter",
 }
 """What is measured with ``--url``, and only then."""
 _DAEMON_SIZES = "64KiB,1MiB,4MiB"

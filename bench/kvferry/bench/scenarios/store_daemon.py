@@ -28,7 +28,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError
 from kvferry.core.keys import BlockKey
 
-__all__ = ["run_load", "run_save"]
+__all__ = ["daemon_client", "daemon_params", "run_load", "run_save"]
 
 _WAIT_S = 60.0
 _RUNS_A_WALK = 4
@@ -166,7 +166,8 @@ class _Beside:
         return found
 
 
-def _params(nbytes: int, batch: int, options: StoreOptions, **more: Param) -> dict[str, Param]:
+def daemon_params(nbytes: int, batch: int, options: StoreOptions, **more: Param) -> dict[str, Param]:
+    """What changes the work."""
     return {
         "url": options.url, "nbytes": nbytes, "batch": batch, "threads": 1, "checksum": options.checksum,
         "walk_nbytes": options.walk_nbytes, "cpus": os.cpu_count() or 1, **more,
@@ -174,7 +175,7 @@ def _params(nbytes: int, batch: int, options: StoreOptions, **more: Param) -> di
 
 
 @contextlib.contextmanager
-def _client(options: StoreOptions) -> Iterator[Client]:
+def daemon_client(options: StoreOptions) -> Iterator[Client]:
     """A client of one daemon, which has room for every size."""
     largest = max(options.walk_nbytes, *options.sizes)
     capacity = 2 * options.walk_nbytes + 2 * largest + _SLACK_NBYTES
@@ -197,7 +198,7 @@ def _blocks(client: Client, nbytes: int, batch: int, options: StoreOptions) -> I
 
 def run_save(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     """Saves, one copy each on one machine."""
-    with contextlib.ExitStack() as stack, _client(options) as client:
+    with contextlib.ExitStack() as stack, daemon_client(options) as client:
         beside = _Beside(options, stack)
         for nbytes in options.sizes:
             for batch in sorted({1, max(1, min(_BATCH_NBYTES, options.walk_nbytes // 2) // nbytes)}):
@@ -209,7 +210,7 @@ def run_save(options: StoreOptions, progress: Progress) -> Iterator[Result]:
                     )  # fmt: skip
                     verified = blocks.verify()
                 values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
-                params = _params(nbytes, batch, options, touch="all")
+                params = daemon_params(nbytes, batch, options, touch="all")
                 yield summarise(
                     "daemon.save", params, "GB/s", values, samples=samples["subject"], verified=verified
                 )
@@ -217,7 +218,7 @@ def run_save(options: StoreOptions, progress: Progress) -> Iterator[Result]:
 
 def run_load(options: StoreOptions, progress: Progress) -> Iterator[Result]:
     """Loads: of addresses alone where nothing is copied, and with every byte read."""
-    with contextlib.ExitStack() as stack, _client(options) as client:
+    with contextlib.ExitStack() as stack, daemon_client(options) as client:
         beside = _Beside(options, stack)
         for nbytes in options.sizes:
             for batch in sorted({1, max(1, min(_LOAD_BATCH, options.walk_nbytes // nbytes))}):
@@ -237,7 +238,7 @@ def _loads(options: StoreOptions, blocks: _Blocks, beside: _Beside, touch: str, 
         label=f"daemon.load nbytes={nbytes} batch={batch} touch={touch}",
     )  # fmt: skip
     verified = blocks.verify()
-    params = _params(nbytes, batch, options, touch=touch, timed="load, views, release")
+    params = daemon_params(nbytes, batch, options, touch=touch, timed="load, views, release")
     if addresses:  # nothing is moved: the time of a call beside that of copying as much
         values = {
             "subject": [percentile(s.latencies, 0.5) * 1e6 for s in samples["subject"]],

@@ -4,6 +4,7 @@
 
 #include "copy.h"
 
+#define KVC_AHEAD 512 // against 0: a gather of 256-byte runs 0.84 in place of 0.68 of memcpy, of 32 KiB 0.99 in place of 0.93
 #define KVC_STREAM_RUN 128 // shorter runs gain nothing past the caches
 
 typedef struct {
@@ -15,7 +16,7 @@ typedef struct {
 static void pages_run(uint8_t *page, uint8_t *slot, size_t run, int to_pages, int stream) {
     uint8_t *dst = to_pages ? page : slot;
     const uint8_t *src = to_pages ? slot : page;
-    if (stream && run >= KVC_STREAM_RUN) copy_streamed(dst, src, run);
+    if (stream && run >= KVC_STREAM_RUN) copy_streamed(dst, src, run, KVC_AHEAD);
     else memcpy(dst, src, run);
 }
 
