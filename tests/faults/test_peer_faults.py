@@ -117,6 +117,10 @@ def test_a_lost_peer_costs_only_its_share_and_heals(
             lost_peer_is_missed(ours, ns, [key for key in keys if key != lost[0]], caplog)
             with closing(in_process(tmp_path, "c")):
                 wait_until(lambda: tier_of(ours).usage().healthy, HEAL_S)
+                counters = tier_of(ours).usage().counters
+                failed = [counters[f"failed_at {peer}"] for peer in tier_of(ours)._ids]
+                assert len(failed) == 2
+                assert max(failed) > 0
                 more = ns.keys([4] * 12 * SPEC.block_tokens)
                 save_blocks(ns, more)
                 assert client.flush(deadline=deadline_in(10))

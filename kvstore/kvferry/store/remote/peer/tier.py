@@ -56,6 +56,11 @@ class _Written(NamedTuple):
     lossy: bool
 
 
+def _failed_at(peer: str) -> str:
+    """The counter of requests that a peer failed or was away for; it is a name of the configuration."""
+    return f"failed_at {peer}"
+
+
 class PeerTier(Tier):
     """Keeps blocks at other daemons. See :class:`~kvferry.store.tier.Tier` for the contract of every verb.
 
@@ -90,6 +95,7 @@ class PeerTier(Tier):
         self._used = 0
         self._spaces: set[TierNamespace] = set()
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._counts.update(dict.fromkeys(map(_failed_at, self._ids), 0))
         self._failing: dict[int, str] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -351,6 +357,7 @@ class PeerTier(Tier):
                 continue
             with self._lock:
                 self._failing[number] = str(answer)
+            self._count(_failed_at(self._ids[number]), 1)
             if not isinstance(answer, UnavailableError):
                 self._count("peer_failures", 1)
                 self._problems.incident(f"peer {self.urls[number]}", str(answer))
