@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from kvferry.core.buffers import Buf
 from kvferry.core.errors import KVFerryError
 from kvferry.core.native import native
 from kvferry.transports.hashed_socket import HashedSocketConnection
+from kvferry.transports.lanes import LaneConnection
 from kvferry.wire.encoding import decode_message, encode_message
 from kvferry.wire.messages import Message
 from kvferry.wire.protocol import PAYLOAD_TYPES, WireProtocol
@@ -28,6 +30,7 @@ DAMAGED: Final = -100002
 _ENDED: Final = 0
 _STRAY: Final = -100000
 _LATE: Final = -100001
+_ONE_STRIPE: Final = 1 << 62
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
@@ -59,28 +62,28 @@ class ShortWay:
     @classmethod
     def of(cls, connection: object, protocol: WireProtocol, place: memoryview) -> ShortWay | None:
         """For an open connection; ``None`` where it does more than call its socket, or the library is not."""
-        if not isinstance(connection, HashedSocketConnection) or (guard := connection.bare) is None:
-            return None
+        sockets: tuple[object, ...]
+        if isinstance(connection, LaneConnection):
+            sockets, positions, stripe = connection.bare_lanes, connection.positions, connection.stripe_nbytes
+        else:
+            sockets, positions, stripe = (connection,), array("Q", (0, 0)), _ONE_STRIPE
+        lanes = []
+        for one in sockets:
+            if not isinstance(one, HashedSocketConnection) or (guard := one.bare) is None:
+                return None
+            lanes.append((guard, guard.inside, one, guard.sock.fileno()))
         make = _maker()
-        if make is None:
+        if make is None or not lanes:
             return None
-        limits = protocol.limits
+        limits, first = protocol.limits, lanes[0][2]
         functions = make(
             (
-                *(
-                    guard,
-                    guard.inside,
-                    connection,
-                    *protocol.kinds,
-                    PAYLOAD_TYPES,
-                    encode_message,
-                    decode_message,
-                ),
-                *(place, guard.sock.fileno(), connection.receive_flags, protocol.flags),
+                *(tuple(lanes), *protocol.kinds, PAYLOAD_TYPES, encode_message, decode_message),
+                *(place, positions, stripe, first.receive_flags, protocol.flags),
                 *(limits.max_meta_nbytes, limits.max_payload_nbytes),
             )
         )
-        return None if functions is None else cls(connection, functions)
+        return None if functions is None else cls(first, functions)
 
     def error(self, code: int, doing: str) -> KVFerryError:
         """What is raised for ``code``, which is none of a damaged payload."""

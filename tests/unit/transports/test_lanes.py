@@ -105,7 +105,7 @@ def test_large_payloads_use_every_lane_and_small_ones_one(pool: ThreadPoolExecut
     with connected() as (one, other):
         one.send([b"x" * 1000], soon())
         assert received(other, 1000) == b"x" * 1000
-        assert [position // STRIPE_NBYTES for position in (one._sent, other._received)] == [0, 0]
+        assert [position // STRIPE_NBYTES for position in (one.positions[0], other.positions[1])] == [0, 0]
         used = [select.select([s], [], [], 0)[0] for s in sockets_of(other)]
         assert used == [[], [], [], []]
         sending = pool.submit(one.send, [data[:10], data[10:]], soon())

@@ -424,6 +424,7 @@ def connect() -> Iterator[Connect]:
     def make(kind: str = "tcp") -> tuple[Connection, Connection]:
         url = {
             "tcp": "tcp://127.0.0.1:0",
+            "lanes": "tcp://127.0.0.1:0?lanes=3",
             "inproc": f"inproc://wire-test-{next(_numbers)}",
             "unix": f"unix://{folder.name}/s",
         }[kind]

@@ -16,6 +16,7 @@ import pytest
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.core.native import native
+from kvferry.transports import lanes
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire import messages as m
 
@@ -29,7 +30,7 @@ def message(rng: random.Random) -> m.PutLayer:
     return m.PutLayer(layer=rng.randrange(1 << rng.randrange(1, 30)), blocks=tuple(range(rng.randrange(9))))
 
 
-@pytest.fixture(params=["tcp", "unix"])
+@pytest.fixture(params=["tcp", "unix", "lanes"])
 def two(request: pytest.FixtureRequest, pair: Any) -> tuple[Channel, Channel]:
     """Client and server."""
     made: tuple[Channel, Channel] = pair(request.param)
@@ -42,15 +43,20 @@ def the_long_way(channel: Channel) -> Channel:
 
 
 def test_sockets_have_them_and_others_do_not(pair: Any) -> None:
-    for kind in ("tcp", "unix"):
+    for kind in ("tcp", "unix", "lanes"):
         assert all(channel._short is not None for channel in pair(kind))
     assert all(channel._short is None for channel in pair("inproc"))
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
+@pytest.mark.parametrize("kind", ["tcp", "unix", "lanes", "small stripes"])
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("long", ["", "client", "server"])
-def test_both_ways_say_the_same(pair: Any, spawn: Any, kind: str, checksum: bool, long: str) -> None:
+def test_both_ways_say_the_same(
+    pair: Any, spawn: Any, monkeypatch: pytest.MonkeyPatch, kind: str, checksum: bool, long: str
+) -> None:
+    if kind == "small stripes":  # their ends lie within heads, payloads and trailers
+        kind = "lanes"
+        monkeypatch.setattr(lanes, "STRIPE_NBYTES", 4099)
     options = ChannelOptions(role="test", session="s", checksum=checksum)
     ends: dict[str, Channel] = dict(
         zip(("client", "server"), pair(kind, client=options, server=options), strict=True)
@@ -88,14 +94,14 @@ def test_both_ways_say_the_same(pair: Any, spawn: Any, kind: str, checksum: bool
 
 def test_payloads_of_many_parts_take_the_long_way(two: tuple[Channel, Channel]) -> None:
     client, server = two
-    data, place = bytes(range(100)) * 10, memoryview(bytearray(1000))
-    places = [place[i : i + 10] for i in range(0, 1000, 10)]
+    data, place = bytes(range(100)) * 20, memoryview(bytearray(2000))
+    places = [place[i : i + 10] for i in range(0, 2000, 10)]
     for _ in range(2):
-        parts = [data[i : i + 10] for i in range(0, 1000, 10)]
+        parts = [data[i : i + 10] for i in range(0, 2000, 10)]
         client.send(m.PutLayer(layer=0, blocks=()), parts, deadline=deadline_in(5))
         server.receive(deadline_in(5)).read_into(places, deadline_in(5))
         assert place == data
-        place[:] = bytes(1000)
+        place[:] = bytes(2000)
 
 
 def begun(peer: Any, have: int) -> tuple[Channel, socket.socket]:
@@ -135,6 +141,18 @@ def test_an_end_within_a_payload(peer: Any) -> None:
         channel.receive(deadline_in(5)).read_into([memoryview(bytearray(100_000))], deadline_in(5))
 
 
+def test_an_end_of_another_lane_within_a_payload(pair: Any, peer: Any, spawn: Any) -> None:
+    """What the lane that is due holds is taken, and then nothing is waited for."""
+    client, server = pair("lanes")
+    begun = peer.raw(18, m.PutLayer(layer=0, blocks=(1,)), bytes(100_000))[:50_000]
+    client._connection.send([begun], deadline_in(5))
+    incoming = server.receive(deadline_in(30))
+    taking = spawn(lambda: incoming.read_into([memoryview(bytearray(100_000))], deadline_in(30)))
+    client._connection._lanes[2].close()
+    with pytest.raises(ConnectionClosedError, match=r"after 4\d+ of 100008 bytes"):
+        taking.result(20)
+
+
 def test_a_deadline_while_the_peer_takes_nothing(two: tuple[Channel, Channel]) -> None:
     client, _ = two
     data = bytes(16 << 20)
@@ -154,11 +172,12 @@ def test_an_abort_wakes_a_call(two: tuple[Channel, Channel], spawn: Any, until: 
     )
     done = spawn(call)
     connection: Any = client._connection
-    until(lambda: bool(connection.bare.inside))
+    sockets = getattr(connection, "bare_lanes", (connection,))
+    until(lambda: any(one.bare.inside for one in sockets))
     client.abort()
     with pytest.raises(ConnectionClosedError, match="closed"):
         done.result(5)
-    until(lambda: connection.fileno() < 0)  # the last one out closed the descriptor
+    until(lambda: all(one.fileno() < 0 for one in sockets))  # the last one out closed the descriptor
 
 
 def test_a_signal_reaches_its_handler(two: tuple[Channel, Channel]) -> None:

@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,14 @@ from kvferry.transports.ip import SockAddr
 from kvferry.transports.sockets import SocketConnection, flush_all, poll_timeout_ms
 from kvferry.transports.streams import StreamConnection, advance, take
 
-__all__ = ["MAX_LANES", "LaneAssembler", "LaneConnection", "Laned", "parse_lanes", "preambles"]
+__all__ = [
+    "MAX_LANES",
+    "LaneAssembler",
+    "LaneConnection",
+    "Laned",
+    "parse_lanes",
+    "preambles",
+]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +51,7 @@ _MAX_WAITING: Final = 256
 _LOOPBACK_SNDBUF_NBYTES: Final = 512 << 10  # the kernel allows twice as much
 _LOOK_S: Final = 0.5
 _LOST_S: Final = 1.0
+_SENT, _RECEIVED = 0, 1
 
 
 def parse_lanes(text: str) -> int:
@@ -80,8 +89,18 @@ class LaneConnection(StreamConnection):
         for lane in lanes:
             lane.limit_unsent_on_loopback(_LOOPBACK_SNDBUF_NBYTES)
         self._closing = threading.Event()
-        self._sent = 0
-        self._received = 0
+        self.positions: Final = array("Q", (0, 0))
+        """Bytes of the stream that were sent, and received: whoever moves them otherwise counts them here."""
+
+    @property
+    def bare_lanes(self) -> tuple[SocketConnection, ...]:
+        """The lanes, if to send and to receive is to call them by :attr:`positions`, and nothing else."""
+        return self._lanes if self._pacer is None else ()
+
+    @property
+    def stripe_nbytes(self) -> int:
+        """Bytes that one lane has before the next one is due."""
+        return STRIPE_NBYTES
 
     # -- stripes ---------------------------------------------------------------------------------------
 
@@ -113,7 +132,7 @@ class LaneConnection(StreamConnection):
 
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`; paced if the connection has a rate."""
-        stripe, into = divmod(self._sent, STRIPE_NBYTES)
+        stripe, into = divmod(self.positions[_SENT], STRIPE_NBYTES)
         nbytes = 0
         for part in parts:
             nbytes += part.nbytes if type(part) is memoryview else nbytes_of(part)
@@ -122,13 +141,13 @@ class LaneConnection(StreamConnection):
             return
         self._enter()
         self._lanes[stripe % len(self._lanes)].send(parts, deadline)
-        self._sent += nbytes
+        self.positions[_SENT] += nbytes
 
     def _send_all(self, views: list[memoryview], deadline: float) -> bool:
         waited = False
-        for lane, piece, nbytes in self._stripes(views, self._sent):
+        for lane, piece, nbytes in self._stripes(views, self.positions[_SENT]):
             waited |= self._lanes[lane].send_views(piece, deadline)
-            self._sent += nbytes
+            self.positions[_SENT] += nbytes
         return waited
 
     # -- receiving -------------------------------------------------------------------------------------
@@ -138,20 +157,20 @@ class LaneConnection(StreamConnection):
         self._enter()
         left = [view for view in views if len(view)]
         wanted, got = total_nbytes(left), 0
-        stripe, into = divmod(self._received, STRIPE_NBYTES)
+        stripe, into = divmod(self.positions[_RECEIVED], STRIPE_NBYTES)
         if 0 < wanted <= STRIPE_NBYTES - into:
             self._fill(stripe % len(self._lanes), left, wanted, 0, wanted, deadline)
-            self._received += wanted
+            self.positions[_RECEIVED] += wanted
             return
-        for lane, piece, nbytes in self._stripes(left, self._received):
+        for lane, piece, nbytes in self._stripes(left, self.positions[_RECEIVED]):
             self._fill(lane, piece, nbytes, got, wanted, deadline)
             got += nbytes
-            self._received += nbytes
+            self.positions[_RECEIVED] += nbytes
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """See :meth:`Connection.recv_at_least`."""
         self._enter()
-        stripe, into = divmod(self._received, STRIPE_NBYTES)
+        stripe, into = divmod(self.positions[_RECEIVED], STRIPE_NBYTES)
         if minimum > STRIPE_NBYTES - into:
             return super().recv_at_least(view, minimum, deadline)
         lane = self._lanes[stripe % len(self._lanes)]
@@ -163,7 +182,7 @@ class LaneConnection(StreamConnection):
                 watch.look(n, f"receiving, {got} of {minimum} bytes had come")
                 n = lane.receive_some_by(place[got:], watch.until, got, minimum)
                 got += n
-        self._received += got
+        self.positions[_RECEIVED] += got
         return got
 
     def _fill(
@@ -201,7 +220,7 @@ class LaneConnection(StreamConnection):
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
         self._enter()
-        return self._wait_readable(self._received // STRIPE_NBYTES % len(self._lanes), deadline)
+        return self._wait_readable(self.positions[_RECEIVED] // STRIPE_NBYTES % len(self._lanes), deadline)
 
     def _wait_readable(self, lane: int, deadline: float) -> bool:
         lost_at = 0.0

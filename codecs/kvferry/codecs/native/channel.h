@@ -15,11 +15,25 @@ enum { CHANNEL_HEADER = 32, CHANNEL_TRAILER = 8, CHANNEL_HEAD = 4096, CHANNEL_SM
 // Results: Python's None for the long way, a tuple, or a number: an errno as a negative one, or of these, mirrored in short.py.
 enum { CHANNEL_DONE = 1, CHANNEL_ENDED = 0, CHANNEL_STRAY = -100000, CHANNEL_LATE = -100001, CHANNEL_DAMAGED = -100002 };
 enum { CHANNEL_RAISED = -100003, CHANNEL_LONG_WAY = -100004 };
+enum { CHANNEL_LANES = 16, CHANNEL_SENT = 0, CHANNEL_RECEIVED = 1 };
+#define CHANNEL_LOOK_S 0.5 // as in lanes.py: how long to wait for one lane before a look at the others,
+#define CHANNEL_LOST_S 1.0 // and for the lane that is due once another is lost
+#ifndef POLLRDHUP
+#define POLLRDHUP 0x2000
+#endif
+
+// One socket of a connection: see kvferry.transports.guard.
+typedef struct {
+    PyObject *guard, *inside, *connection;
+    int fd;
+} channel_lane;
 
 // One connection. Everything but the calls of the system happens with the GIL held.
 typedef struct {
     PyObject *held;                              // the tuple that keeps the others alive
-    PyObject *guard, *inside, *connection;       // see kvferry.transports.guard
+    channel_lane lanes[CHANNEL_LANES];           // the stream is dealt to them in stripes, see kvferry.transports.lanes
+    uint64_t count, stripe, room;                // lanes; bytes of a stripe, and of it before the frame that is received
+    Py_buffer positions;                         // bytes that were sent, and received
     PyObject *kinds, *numbers, *carriers;        // number to class, class to number, classes that may carry a payload
     PyObject *encode, *decode;
     Py_buffer place;                             // for what is received ahead
@@ -28,7 +42,7 @@ typedef struct {
     uint64_t pending;                            // bytes of that payload
     uint64_t max_meta, max_payload, progress[2]; // what an error is about: bytes moved and all, or two hashes
     uint64_t flags;                              // of every frame
-    int fd, receive_flags;
+    int receive_flags;
     unsigned forks;
 } kvc_channel;
 
@@ -60,51 +74,71 @@ static PyObject *channel_result(long code) {
 
 // ---- who is inside, and until when -----------------------------------------------------------------------------------
 
-static int channel_is_closed(const kvc_channel *c) {
-    PyObject *value = PyObject_GetAttr(c->guard, channel_closed);
+static uint64_t *channel_position(const kvc_channel *c, int which) { return (uint64_t *)c->positions.buf + which; }
+
+// The lane that is due, and how many bytes it has before the next one is.
+static const channel_lane *channel_at(const kvc_channel *c, int which) {
+    return &c->lanes[*channel_position(c, which) / c->stripe % c->count];
+}
+static uint64_t channel_room(const kvc_channel *c, int which) { return c->stripe - *channel_position(c, which) % c->stripe; }
+
+static int channel_is_closed(const channel_lane *l) {
+    PyObject *value = PyObject_GetAttr(l->guard, channel_closed);
     const int closed = !value || PyObject_IsTrue(value) != 0;
     if (value) Py_DecRef(value);
     return closed;
 }
 
-static void channel_exit(const kvc_channel *c) {
-    const ssize_t n = PyList_Size(c->inside);
-    if (!channel_is_closed(c)) {
-        PyList_SetSlice(c->inside, n - 1, n, NULL);
+static void channel_exit(const channel_lane *l) {
+    const ssize_t n = PyList_Size(l->inside);
+    if (!channel_is_closed(l)) {
+        PyList_SetSlice(l->inside, n - 1, n, NULL);
         return;
     }
-    PyObject *result = PyObject_CallMethodObjArgs(c->guard, channel_leave, NULL); // the last one out closes the descriptor
+    PyObject *result = PyObject_CallMethodObjArgs(l->guard, channel_leave, NULL); // the last one out closes the descriptor
     if (result) Py_DecRef(result);
     else PyErr_Clear();
 }
 
 // As GuardedSocket.enter; false if that would raise.
-static int channel_enter(const kvc_channel *c) {
-    if (c->forks != channel_forks || PyList_Append(c->inside, &_Py_NoneStruct)) return 0;
-    if (!channel_is_closed(c)) return 1;
-    channel_exit(c);
+static int channel_enter(const kvc_channel *c, const channel_lane *l) {
+    if (c->forks != channel_forks || PyList_Append(l->inside, &_Py_NoneStruct)) return 0;
+    if (!channel_is_closed(l)) return 1;
+    channel_exit(l);
     return 0;
 }
 
 // The limit that the kernel was told, if a call that it ends fits before the deadline; else a negative number.
-static double channel_limit(const kvc_channel *c, double deadline, int sending) {
-    PyObject *value = PyObject_GetAttr(c->connection, channel_limits[sending]);
+static double channel_limit(const kvc_channel *c, const channel_lane *l, double deadline, int sending) {
+    PyObject *value = PyObject_GetAttr(l->connection, channel_limits[sending]);
     const double limit = value ? PyFloat_AsDouble(value) : -1, left = deadline - channel_now();
     if (value) Py_DecRef(value);
+    if (c->count > 1 && !sending) return limit <= left && limit <= CHANNEL_LOOK_S ? limit : -1;
     return limit <= left && (limit >= 1.0 || left <= limit + limit) ? limit : -1;
 }
 
 // ---- moving bytes ----------------------------------------------------------------------------------------------------
 
+// Whether one of the lanes has ended, whatever it still holds.
+static int channel_lost(const kvc_channel *c) {
+    struct pollfd lanes[CHANNEL_LANES];
+    for (uint64_t i = 0; i < c->count; i++) lanes[i] = (struct pollfd){.fd = c->lanes[i].fd, .events = POLLRDHUP};
+    return poll(lanes, c->count, 0) > 0;
+}
+
 // All of a stream by the deadline: the call waits in the kernel while its limit allows it, then by poll.
-static long channel_move(const kvc_channel *c, kvc_stream *s, double deadline, double limit, int sending, const kvc_kernels *k) {
+static long channel_move(const kvc_channel *c, const channel_lane *l, kvc_stream *s, double deadline, double limit, int sending,
+                         const kvc_kernels *k) {
     const int waiting = s->flags;
+    uint64_t before = s->left;
+    double lost_at = 0;
+    s->fd = l->fd;
     s->until = deadline - limit;
     for (;;) {
         PyThreadState *thread = PyEval_SaveThread();
         int code = sending ? stream_send(s, k) : stream_receive(s, k);
         PyEval_RestoreThread(thread);
-        if (channel_is_closed(c)) return CHANNEL_ENDED; // what comes may lie behind bytes that close() took and dropped
+        if (channel_is_closed(l)) return CHANNEL_ENDED; // what comes may lie behind bytes that close() took and dropped
         if (code == STREAM_DONE) return CHANNEL_DONE;
         if (code == STREAM_ENDED) return CHANNEL_ENDED;
         if (code == STREAM_STRAY) return CHANNEL_STRAY;
@@ -112,8 +146,15 @@ static long channel_move(const kvc_channel *c, kvc_stream *s, double deadline, d
         if (PyErr_CheckSignals()) return CHANNEL_RAISED;
         const double left = deadline - channel_now();
         if (left <= 0) return CHANNEL_LATE;
+        if (c->count > 1 && !sending) {
+            const int still = s->left == before && channel_lost(c);
+            before = s->left;
+            if (!still) lost_at = 0;
+            else if (lost_at == 0) lost_at = channel_now();
+            else if (channel_now() - lost_at >= CHANNEL_LOST_S) return CHANNEL_ENDED;
+        }
         if (left >= limit) continue;
-        struct pollfd one = {.fd = c->fd, .events = sending ? POLLOUT : POLLIN};
+        struct pollfd one = {.fd = l->fd, .events = sending ? POLLOUT : POLLIN};
         thread = PyEval_SaveThread();
         poll(&one, 1, left > 3600 ? 3600000 : (int)(left * 1e3) + 1);
         PyEval_RestoreThread(thread);
@@ -179,19 +220,21 @@ static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_k
     channel_parts payload;
     struct iovec parts[STREAM_PARTS];
     long code = CHANNEL_LONG_WAY;
-    const double deadline = PyFloat_AsDouble(args[3]), limit = channel_limit(c, deadline, 1);
+    const channel_lane *l = channel_at(c, CHANNEL_SENT);
+    const double deadline = PyFloat_AsDouble(args[3]), limit = channel_limit(c, l, deadline, 1);
     if (limit < 0 || !channel_take(&payload, args[2], 0)) return PyErr_Occurred() ? NULL : channel_none();
     const size_t nbytes = channel_head(c, args[0], args[1], payload.nbytes, head);
-    if (nbytes && channel_enter(c)) {
+    const uint64_t whole = nbytes + payload.nbytes + (c->flags ? CHANNEL_TRAILER : 0);
+    if (nbytes && whole <= channel_room(c, CHANNEL_SENT) && channel_enter(c, l)) {
         parts[0] = (struct iovec){head, nbytes};
         memcpy(parts + 1, payload.parts, (size_t)payload.number * sizeof *parts);
         kvc_stream s = {.parts = parts, .count = (uint64_t)payload.number + 1, .left = nbytes + payload.nbytes};
-        s.fd = c->fd;
         s.flags = MSG_NOSIGNAL;
         s.plain = !c->flags;
         hash_begin(&s.hash);
-        code = channel_move(c, &s, deadline, limit, 1, k);
-        channel_exit(c);
+        code = channel_move(c, l, &s, deadline, limit, 1, k);
+        channel_exit(l);
+        if (code == CHANNEL_DONE) *channel_position(c, CHANNEL_SENT) += whole;
     }
     channel_release(&payload);
     return channel_result(code);
@@ -200,10 +243,10 @@ static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_k
 // ---- receiving -------------------------------------------------------------------------------------------------------
 
 // As much as there is of `most` bytes from `place` on, or all of it; as recvmsg, with -1 and errno.
-static ssize_t channel_read(const kvc_channel *c, size_t at, size_t end, int flags) {
+static ssize_t channel_read(const kvc_channel *c, const channel_lane *l, size_t at, size_t end, int flags) {
     struct iovec part = {(uint8_t *)c->place.buf + at, end - at};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
-    const ssize_t n = recvmsg(c->fd, &message, (c->receive_flags & ~MSG_WAITALL) | flags);
+    const ssize_t n = recvmsg(l->fd, &message, (c->receive_flags & ~MSG_WAITALL) | flags);
     if (n >= 0 && message.msg_flags & MSG_CTRUNC) {
         errno = -CHANNEL_STRAY;
         return -1;
@@ -212,26 +255,28 @@ static ssize_t channel_read(const kvc_channel *c, size_t at, size_t end, int fla
 }
 
 // How many bytes the frame in `place` has up to its payload, with its trailer if there is no payload, with both if they
-// are few; 0 if it is for the long way. At least its header is there.
+// are few; 0 if it is for the long way, also as some of it is for the next lane. At least its header is there.
 static size_t channel_goal(const kvc_channel *c) {
     const uint8_t *p = c->place.buf;
     const uint64_t meta = kvc_u32(p + 20), payload = kvc_u64(p + 24);
     if (kvc_u32(p + 8) != c->flags || !meta || meta > c->max_meta || payload > c->max_payload) return 0;
     const uint64_t trailer = c->flags ? CHANNEL_TRAILER : 0, head = CHANNEL_HEADER + meta;
     const uint64_t goal = payload > CHANNEL_SMALL ? head : head + payload + trailer;
-    return goal <= (size_t)c->place.len ? (size_t)goal : 0;
+    return goal <= (size_t)c->place.len && goal <= c->room ? (size_t)goal : 0;
 }
 
 // Without the GIL: a frame as far as channel_goal says, or an end. `have` says how much came, `errno` what went wrong.
-static ssize_t channel_frame(kvc_channel *c, int ahead) {
+static ssize_t channel_frame(kvc_channel *c, const channel_lane *l, int ahead) {
+    size_t goal = CHANNEL_HEADER, first = ahead ? c->usual : CHANNEL_HEADER;
+    if (goal > c->room) goal = (size_t)c->room;
+    if (first > c->room) first = (size_t)c->room;
     c->have = 0;
-    ssize_t n = channel_read(c, 0, ahead ? c->usual : CHANNEL_HEADER, ahead ? 0 : MSG_WAITALL);
-    for (size_t goal = CHANNEL_HEADER; n > 0; n = channel_read(c, c->have, goal, MSG_WAITALL)) {
+    for (ssize_t n = channel_read(c, l, 0, first, ahead ? 0 : MSG_WAITALL);; n = channel_read(c, l, c->have, goal, MSG_WAITALL)) {
+        if (n <= 0) return n;
         c->have += (size_t)n;
         if (c->have >= CHANNEL_HEADER) goal = channel_goal(c);
         if (c->have >= goal) return 1;
     }
-    return n;
 }
 
 // What is in `place`, as (message, request_id, payload_nbytes); else how many bytes are there for the long way.
@@ -271,13 +316,16 @@ static PyObject *channel_receive(kvc_channel *c, PyObject *const *args, const kv
     const double deadline = PyFloat_AsDouble(args[0]);
     const int ahead = PyObject_IsTrue(args[1]);
     if (PyErr_Occurred()) return NULL;
-    if (c->pending || channel_limit(c, deadline, 0) < 0 || !channel_enter(c)) return channel_none();
+    const channel_lane *l = channel_at(c, CHANNEL_RECEIVED);
+    if (c->pending || channel_limit(c, l, deadline, 0) < 0 || !channel_enter(c, l)) return channel_none();
+    c->room = channel_room(c, CHANNEL_RECEIVED);
     PyThreadState *thread = PyEval_SaveThread();
-    const ssize_t n = channel_frame(c, ahead);
+    const ssize_t n = channel_frame(c, l, ahead);
     const int error = n < 0 ? errno : 0;
     PyEval_RestoreThread(thread);
-    const int closed = channel_is_closed(c);
-    channel_exit(c);
+    const int closed = channel_is_closed(l);
+    channel_exit(l);
+    *channel_position(c, CHANNEL_RECEIVED) += c->have;
     if (error == EINTR && PyErr_CheckSignals()) return NULL;
     if (closed || (n == 0 && !c->have)) return PyLong_FromLong(CHANNEL_ENDED);
     if (error == -CHANNEL_STRAY) return PyLong_FromLong(CHANNEL_STRAY);
@@ -307,14 +355,15 @@ static void channel_fill(const kvc_channel *c, const channel_parts *p, kvc_strea
 // receive_payload(views, deadline)
 static PyObject *channel_payload(kvc_channel *c, PyObject *const *args, const kvc_kernels *k) {
     channel_parts payload;
-    const double deadline = PyFloat_AsDouble(args[1]), limit = channel_limit(c, deadline, 0);
-    if (limit < 0 || !c->pending || c->have > c->head + c->pending + (c->flags ? CHANNEL_TRAILER : 0) ||
+    const channel_lane *l = channel_at(c, CHANNEL_RECEIVED);
+    const double deadline = PyFloat_AsDouble(args[1]), limit = channel_limit(c, l, deadline, 0);
+    const uint64_t whole = c->head + c->pending + (c->flags ? CHANNEL_TRAILER : 0);
+    if (limit < 0 || !c->pending || c->have > whole || whole - c->have > channel_room(c, CHANNEL_RECEIVED) ||
         !channel_take(&payload, args[0], PY_WRITABLE))
         return PyErr_Occurred() ? NULL : channel_none();
     long code = CHANNEL_LONG_WAY;
-    if (payload.nbytes == c->pending && channel_enter(c)) {
+    if (payload.nbytes == c->pending && channel_enter(c, l)) {
         kvc_stream s = {.parts = payload.parts, .count = (uint64_t)payload.number, .left = payload.nbytes};
-        s.fd = c->fd;
         s.flags = c->receive_flags;
         s.plain = !c->flags;
         if (!s.plain) {
@@ -323,8 +372,9 @@ static PyObject *channel_payload(kvc_channel *c, PyObject *const *args, const kv
         }
         channel_fill(c, &payload, &s, k);
         const int all = !s.left && (s.plain || s.trailer_done == sizeof s.trailer);
-        code = all ? CHANNEL_DONE : channel_move(c, &s, deadline, limit, 0, k);
-        channel_exit(c);
+        code = all ? CHANNEL_DONE : channel_move(c, l, &s, deadline, limit, 0, k);
+        channel_exit(l);
+        if (code == CHANNEL_DONE) *channel_position(c, CHANNEL_RECEIVED) += whole - c->have;
         const uint64_t trailer = s.plain ? 0 : CHANNEL_TRAILER;
         c->progress[0] = c->pending - s.left + (s.plain ? 0 : s.trailer_done);
         c->progress[1] = c->pending + trailer;
@@ -359,14 +409,15 @@ static PyObject *channel_hand_over(kvc_channel *c) {
 static void channel_destroy(PyObject *capsule) {
     kvc_channel *c = PyCapsule_GetPointer(capsule, channel_name);
     PyBuffer_Release(&c->place);
+    PyBuffer_Release(&c->positions);
     Py_DecRef(c->held);
     free(c);
 }
 
 static uint64_t channel_number(PyObject *of, ssize_t index) { return PyLong_AsUnsignedLongLong(PyTuple_GetItem(of, index)); }
 
-// From (guard, inside, connection, kinds, numbers, carriers, encode, decode, place, fd, receive_flags, flags, max_meta,
-// max_payload): the functions in `methods`, on one capsule, as a tuple.
+// From (lanes, kinds, numbers, carriers, encode, decode, place, positions, stripe, receive_flags, flags, max_meta, max_payload),
+// each lane as (guard, inside, connection, fd): the functions in `methods`, on one capsule, as a tuple.
 static PyObject *channel_make(PyObject *of, PyMethodDef *methods, ssize_t count) {
     if (!channel_closed) {
         channel_closed = PyUnicode_InternFromString("closed");
@@ -376,17 +427,29 @@ static PyObject *channel_make(PyObject *of, PyMethodDef *methods, ssize_t count)
         pthread_atfork(NULL, NULL, channel_forked);
     }
     kvc_channel *c = calloc(1, sizeof *c);
-    if (!c || PyObject_GetBuffer(PyTuple_GetItem(of, 8), &c->place, PY_WRITABLE)) {
+    PyObject *lanes = PyTuple_GetItem(of, 0);
+    if (!c || PySequence_Size(lanes) > CHANNEL_LANES || PyObject_GetBuffer(PyTuple_GetItem(of, 6), &c->place, PY_WRITABLE)) {
         free(c);
         return channel_none();
     }
-    PyObject **fields[] = {&c->guard, &c->inside, &c->connection, &c->kinds, &c->numbers, &c->carriers, &c->encode, &c->decode};
-    for (ssize_t i = 0; i < 8; i++) *fields[i] = PyTuple_GetItem(of, i);
-    c->fd = (int)channel_number(of, 9);
-    c->receive_flags = (int)channel_number(of, 10);
-    c->flags = channel_number(of, 11);
-    c->max_meta = channel_number(of, 12);
-    c->max_payload = channel_number(of, 13);
+    if (PyObject_GetBuffer(PyTuple_GetItem(of, 7), &c->positions, PY_WRITABLE)) {
+        PyBuffer_Release(&c->place);
+        free(c);
+        return channel_none();
+    }
+    c->count = (uint64_t)PySequence_Size(lanes);
+    for (uint64_t i = 0; i < c->count; i++) {
+        PyObject *lane = PyTuple_GetItem(lanes, (ssize_t)i);
+        c->lanes[i] = (channel_lane){PyTuple_GetItem(lane, 0), PyTuple_GetItem(lane, 1), PyTuple_GetItem(lane, 2), 0};
+        c->lanes[i].fd = (int)channel_number(lane, 3);
+    }
+    PyObject **fields[] = {&c->kinds, &c->numbers, &c->carriers, &c->encode, &c->decode};
+    for (ssize_t i = 0; i < 5; i++) *fields[i] = PyTuple_GetItem(of, i + 1);
+    c->stripe = channel_number(of, 8);
+    c->receive_flags = (int)channel_number(of, 9);
+    c->flags = channel_number(of, 10);
+    c->max_meta = channel_number(of, 11);
+    c->max_payload = channel_number(of, 12);
     c->usual = CHANNEL_HEADER;
     c->forks = channel_forks;
     c->held = of;

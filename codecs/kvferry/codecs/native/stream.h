@@ -13,7 +13,7 @@
 
 #include "hash.h"
 
-enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 64, STREAM_LOOK_NS = 30000 };
+enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 30000 };
 enum { STREAM_DONE = 0, STREAM_ENDED = -1, STREAM_STRAY = -2, STREAM_SHORT = -3 }; // else an errno; mirrored in hashed.py
 
 // One direction of a connection; mirrored in hashed.py.
