@@ -299,7 +299,10 @@ class Tier(ABC):
     def write(
         self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float
     ) -> list[WriteResult]:
-        """Store blocks, making room by eviction. One result a block; each is stored on its own."""
+        """Store blocks, making room by eviction. One result a block; each is stored on its own.
+
+        The store names no key twice in one call.
+        """
 
     @abstractmethod
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:

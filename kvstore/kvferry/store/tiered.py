@@ -434,7 +434,11 @@ class TieredStore(MemoryStore):
                     writer.remove_later(space, chosen[start:])
                 break
             batch = chosen[start : start + _REMOVE_BATCH]
-            held = level.remove(space, batch, until)
+            try:
+                held = level.remove(space, batch, until)
+            finally:
+                with self._lock:
+                    writer.removed(space, batch)
             gone.extend(key for key, was_held in zip(batch, held, strict=True) if was_held)
         return gone
 

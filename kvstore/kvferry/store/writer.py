@@ -36,15 +36,17 @@ class WriteJob:
         block: The block.
         leaving: Memory waits for the copy to give the room to others.
         cancelled: The block was removed meanwhile.
+        again: Its key was removed from the tier while it was written, for what was stored before.
     """
 
-    __slots__ = ("block", "cancelled", "leaving", "namespace", "reference")
+    __slots__ = ("again", "block", "cancelled", "leaving", "namespace", "reference")
 
     def __init__(self, namespace: TierNamespace, block: Block, *, leaving: bool) -> None:
         self.namespace = namespace
         self.block = block
         self.leaving = leaving
         self.cancelled = False
+        self.again = False
         self.reference: Callable[[], object] | None = None  # to the source, as it was lent to the tier
 
 
@@ -172,6 +174,30 @@ class TierWriter:
             self._removals += 1
         self._work.notify()
 
+    def removed(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
+        """The tier was told to remove ``keys``: the copies of what was saved meanwhile may have gone, too."""
+        index = self._pool.indexes.get(namespace.namespace_id)
+        if index is None:
+            return
+        busy = {_name(job): job for job in self._busy if job.block.stored}
+        for key in keys:
+            block = index.entries.get(key)
+            if block is None:
+                continue
+            job = busy.get((namespace.namespace_id, key))
+            if job is not None:
+                job.again = True
+            if block.places & self.level.bit:
+                block.places &= ~self.level.bit
+                self._put_again(namespace, block)
+
+    def _put_again(self, namespace: TierNamespace, block: Block) -> None:
+        if block.stored and not self.is_queued(block):
+            if self._stopping or not self.has_place(block.nbytes):
+                self.drop(1, block.nbytes)
+            else:
+                self.put(namespace, block)
+
     @property
     def idle(self) -> bool:
         """Whether nothing waits or is under way."""
@@ -257,17 +283,21 @@ class TierWriter:
         finally:
             with self._lock:
                 self.level.unmask(removal.namespace.namespace_id, removal.keys)
+                self.removed(removal.namespace, removal.keys)
                 self._removals -= 1
                 self._changed()
 
     def _batch(self) -> list[WriteJob]:
+        """The next jobs of one namespace, each key once: an exact block follows the lossy one it replaces."""
         first = self._queue[0]
         batch: list[WriteJob] = []
+        keys: set[BlockKey] = set()
         nbytes = 0
         while self._queue and len(batch) < _BATCH_BLOCKS and nbytes < _BATCH_NBYTES:
             job = self._queue[0]
-            if isinstance(job, _Removal) or job.namespace != first.namespace:
+            if isinstance(job, _Removal) or job.namespace != first.namespace or job.block.key in keys:
                 break
+            keys.add(job.block.key)
             self._queue.popleft()
             nbytes += job.block.nbytes
             batch.append(job)
@@ -316,8 +346,13 @@ class TierWriter:
             self._count_loss(job)
             return
         if result is not None and result.outcome in _DONE and not job.cancelled:
-            job.block.places |= self.level.bit
             self.level.written(job.namespace.namespace_id, [job.block.key])
+            if job.again:
+                self._stay(job)
+                self._end(job)
+                self._put_again(job.namespace, job.block)
+                return
+            job.block.places |= self.level.bit
         elif result is not None and result.outcome not in _DONE:
             self._count_loss(job)
         self._end(job)

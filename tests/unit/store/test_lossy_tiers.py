@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from kvferry.store import open_store
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.encoding import TierCodec
 from kvferry.store.level import LevelOptions
-from kvferry.store.policies import OnEvict, WriteThrough
-from kvferry.store.tier import TierNamespace
+from kvferry.store.policies import OnEvict, WriteBack, WriteThrough
+from kvferry.store.tier import BlockWrite, TierNamespace, WriteResult
 from kvferry.store.tiered import TieredStore
 from kvferry.testing.codecs import fill_of, kv_layer
 
@@ -184,4 +185,38 @@ def test_the_store_does_not_rely_on_its_tiers(tmp_path: Path) -> None:
     assert len(exact.load(keys, deadline=deadline_in(5))) == 0
     assert (store.stats().entries, store.stats().pinned_nbytes) == (0, 0)
     assert len(any_loss.load(keys, deadline=deadline_in(5))) == 2
+    store.close()
+
+
+@pytest.mark.parametrize("codec", ["off", "ebp"])
+def test_an_exact_block_that_follows_a_lossy_one_closely_takes_its_place(tmp_path: Path, codec: str) -> None:
+    """Both wait for the writer at once."""
+    waits, gate = threading.Event(), threading.Event()
+
+    class Gated(DiskTier):
+        def write(
+            self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float
+        ) -> list[WriteResult]:
+            waits.set()
+            assert gate.wait(20)
+            return super().write(namespace, blocks, deadline=deadline)
+
+    options = DiskOptions((str(tmp_path / "kv"),), 4 << 20, direct="off")
+    tier = Gated("disk", options, codec=TierCodec(codec, allow_lossy=True))
+    store = TieredStore(8 * SPEC.block_nbytes, [(tier, LevelOptions(write=WriteBack()))])
+    exact, lossy = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
+    first, key = exact.keys(range(128))
+    exact.save([(first, DATA)], parent=None, deadline=deadline_in(5))
+    assert waits.wait(20)
+    with lossy.reserve([key], parent=first, deadline=deadline_in(5)) as lease:
+        lease.view(0)[:] = bytes(SPEC.block_nbytes)
+        lease.mark_lossy([0])
+        lease.commit()
+    assert exact.save([(key, DATA)], parent=first, deadline=deadline_in(5)) == 1
+    gate.set()
+    assert store.flush(deadline=deadline_in(20))
+    store.evict(8 * SPEC.block_nbytes)
+    assert exact.lookup([first, key]).tiers == ("disk", "disk")
+    with exact.load([first, key], deadline=deadline_in(5)) as found:
+        assert bytes(found.view(1)) == DATA
     store.close()
