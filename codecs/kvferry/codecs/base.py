@@ -197,20 +197,29 @@ def check_bytes(views: Iterable[memoryview], what: str, who: str) -> None:
             )
 
 
-def check_apart(src: memoryview, dst: memoryview, who: str) -> None:
-    """Whether input and output, of one object, have no byte in common: what is read would be written over.
+def check_apart(srcs: Iterable[memoryview], dsts: Iterable[memoryview], who: str) -> None:
+    """Whether no output has a byte in common with an input or another output: it would be written over.
+
+    Whatever objects they are views of; inputs may overlap each other.
 
     Raises:
-        CodecError: If they have.
+        CodecError: If one has.
     """
-    if src.obj is not dst.obj or not len(src) or not len(dst):
-        return
-    start, to = address_of(src), address_of(dst)
-    if start < to + len(dst) and to < start + len(src):
-        raise CodecError(
-            f"{who}: input and output overlap, the output begins {to - start} bytes behind the input; give "
-            "them memory of their own"
-        )
+    spans = [(address_of(view), len(view), False) for view in srcs if len(view)]
+    spans += [(address_of(view), len(view), True) for view in dsts if len(view)]
+    spans.sort()
+    read_end = written_end = 0
+    for start, nbytes, is_output in spans:
+        common = max(written_end, read_end if is_output else 0) - start
+        if common > 0:
+            what = "two outputs" if is_output and written_end > start else "input and output"
+            raise CodecError(
+                f"{who}: {what} overlap, by {common} bytes or less; give them memory of their own"
+            )
+        if is_output:
+            written_end = start + nbytes
+        else:
+            read_end = max(read_end, start + nbytes)
 
 
 def check_writable(dst: memoryview, codec_id: str) -> None:

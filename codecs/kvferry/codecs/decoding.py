@@ -67,9 +67,7 @@ def decode_frame(src: memoryview, layer: LayerSpec, dst: memoryview, *, lossless
 def _check(srcs: Sequence[memoryview], dsts: Sequence[memoryview]) -> None:
     check_bytes(srcs, "frame", _WHO)
     check_bytes(dsts, "output", _WHO)
-    for src in srcs:
-        for dst in dsts:
-            check_apart(src, dst, _WHO)
+    check_apart(srcs, dsts, _WHO)
 
 
 def _decode_frame(src: memoryview, layer: LayerSpec, dst: memoryview, lossless_only: bool) -> Frame:
@@ -105,8 +103,7 @@ def decode_many(
     """
     if len(srcs) != len(dsts):
         raise CodecError(f"{len(srcs)} frames for {len(dsts)} outputs")
-    for pair in zip(srcs, dsts, strict=True):
-        _check(pair[:1], pair[1:])
+    _check(srcs, dsts)
     at = 0
     while at < len(srcs):
         for expected in _last[:1]:

@@ -168,15 +168,17 @@ class CodecPipeline:
     ) -> list[int]:
         """As :meth:`encode_into` for each of ``srcs`` and its ``dsts``, with less around each of them.
 
-        Native kernels encode them in one call, with the GIL released.
+        Native kernels encode them in one call, with the GIL released. No part of ``dsts`` that
+        :meth:`max_encoded_nbytes` bytes need overlaps another, or one of ``srcs``.
         """
         self._check_buffers(srcs, dsts)
         if len(srcs) != len(dsts):
             raise CodecError(f"codec {self.text!r}: {len(srcs)} inputs for {len(dsts)} outputs")
         shapes = [self._shape(layer, len(src)) for src in srcs]
-        for shape, src, dst in zip(shapes, srcs, dsts, strict=True):
+        for shape, dst in zip(shapes, dsts, strict=True):
             self._check_room(dst, shape.needed)
-            check_apart(src, dst[: shape.needed], self._who)
+        used = [dst[: shape.needed] for shape, dst in zip(shapes, dsts, strict=True)]
+        check_apart(srcs, used, self._who)
         done = _run(shapes, srcs, dsts)
         for index in range(len(done), len(srcs)):
             done.append(self._encode_frame(srcs[index], layer, shapes[index], dsts[index]))
@@ -204,8 +206,7 @@ class CodecPipeline:
         shapes = [self._shape(layer, len(src)) for src, layer in zip(srcs, layers, strict=True)]
         needed = sum(aligned(shape.needed) for shape in shapes)
         self._check_room(dst, needed)
-        for src in srcs:
-            check_apart(src, dst[:needed], self._who)
+        check_apart(srcs, (dst[:needed],), self._who)
         sizes: list[int] = []
         at = 0
         while len(sizes) < len(srcs):
@@ -228,7 +229,7 @@ class CodecPipeline:
     def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
         """Decode one frame of this very pipeline; otherwise as :func:`kvferry.codecs.decode_frame`."""
         self._check_buffers((src,), (dst,))
-        check_apart(src, dst, self._who)
+        check_apart((src,), (dst,), self._who)
         frame = parse_frame(src)
         if frame.stages != self._named:
             raise CorruptBlockError(f"the slice was encoded by other stages than {self.text!r}")

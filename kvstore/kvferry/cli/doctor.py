@@ -32,7 +32,7 @@ def doctor(*, config: ConfigFile = None, sets: Sets = None, as_json: Json = Fals
     from kvferry.core.diagnosis import collect
 
     loaded = load_config(config, assignments=sets or ()).config
-    found = collect(_probes(loaded), asked=("addresses", "tiers"))
+    found = collect(_probes(loaded), asked=("addresses", "tiers", "codecs"))
     lacking = any(one.level == "fail" for one in found)
     if as_json:
         print_json({"ok": not lacking, "findings": [asdict(one) for one in found]})
@@ -46,6 +46,7 @@ def _probes(config: Config) -> list[tuple[str, str, Probe]]:
     from kvferry.core.diagnosis_host import host_probes
     from kvferry.device.diagnosis import device_probes
     from kvferry.store.diagnosis import tier_probes
+    from kvferry.streaming.diagnosis import codec_probe
     from kvferry.transports.diagnosis import address_probe, transport_probes
 
     store = config.store
@@ -70,6 +71,7 @@ def _probes(config: Config) -> list[tuple[str, str, Probe]]:
         *device_probes(),
         *host,
         *tier_probes(store.tiers),
+        codec_probe(config.stream.codec, allow_lossy=config.stream.allow_lossy),
         *(_listen_probe(option, url, config) for option, url in listens if url is not None),
         *(address_probe(option, url, listens=False) for option, url in dials),
     ]

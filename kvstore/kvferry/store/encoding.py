@@ -214,6 +214,8 @@ class TierCodec:
             TierError: At the deadline.
         """
         codec, name = self.of(spec), self._choice.choose() if self.adaptive else self.text
+        if self.adaptive:
+            self.count({f"codec_auto_{name if name in codec.pipelines else RAW}": 1})
         if name not in codec.pipelines:
             if not lossy:
                 self.count({"codec_kept_blocks": 1} if self.pipelines else {})
@@ -329,13 +331,15 @@ class TierCodec:
 
         ``codec_encoded_nbytes`` of KV became ``codec_stored_nbytes``; ``codec_kept_blocks`` were stored as
         they are, since encoded they would take as much; ``codec_out_of_bound`` slices were stored as they
-        are for their error.
+        are for their error. ``codec_auto_NAME``: blocks for which ``auto`` took that pipeline, or ``raw``.
         """
         with self._lock:
             found = {name: float(count) for name, count in self._counters.items()}
         if self.pipelines:
             counts = [pipeline.counts for pipeline in self.pipelines.values()]
             found = dict.fromkeys(_COUNTERS, 0.0) | found
+            if self.adaptive:
+                found["codec_switches"] = float(self._choice.status().switches)
             found["codec_out_of_bound"] = float(sum(count["out_of_bound"] for count in counts))
         return found
 

@@ -7,11 +7,12 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from kvferry.codecs import CodecPipeline, registry
 from kvferry.codecs.adaptive import RAW, AdaptiveChoice, ChoiceStatus
+from kvferry.codecs.dedup import DedupCodec
 from kvferry.codecs.frame import VERSION
 from kvferry.core.buffers import page_aligned
 from kvferry.core.errors import CodecError, ConfigError, KVFerryError
@@ -28,8 +29,11 @@ _MOST_NAMED: Final = 16
 
 
 def codec_capabilities() -> tuple[str, ...]:
-    """What an end names in its channel options: stages that it decodes, with the version of the format."""
-    return tuple(f"codec.{name}.{VERSION}" for name in registry.names())
+    """What an end names in its channel options: stages that it decodes, with the version of the format.
+
+    One that is installed but cannot be imported is not among them.
+    """
+    return tuple(f"codec.{info.name}.{VERSION}" for info in registry.describe() if info.ok)
 
 
 class Choice(Protocol):
@@ -213,9 +217,7 @@ class LinkCodec:
         """The pipelines for one stream: those that the other end decodes and that apply to ``spec``."""
         names, why = [], ""
         for name, pipeline in self.codec.pipelines.items():
-            missing = [
-                s.codec_id for s in pipeline.stages if f"codec.{s.codec_id}.{VERSION}" not in capabilities
-            ]
+            missing = [s for s in _stage_names(pipeline) if f"codec.{s}.{VERSION}" not in capabilities]
             reason = f"the other end cannot decode {missing[0]!r}" if missing else pipeline.unsupported(spec)
             if reason:
                 why = f"{name} is not used: {reason}"
@@ -246,3 +248,11 @@ class LinkCodec:
     def status(self) -> ChoiceStatus:
         """What is used, and why."""
         return self.choice.status()
+
+
+def _stage_names(pipeline: CodecPipeline) -> Iterator[str]:
+    """Of its stages, and of the codec that one has inside."""
+    for stage in pipeline.stages:
+        yield stage.codec_id
+        if isinstance(stage, DedupCodec):
+            yield stage.inner.codec_id

@@ -51,6 +51,15 @@ def test_what_is_asked_for_and_does_not_work_gives_exit_code_1(
     assert json.loads(capsys.readouterr().out)["ok"] is True
 
 
+def test_a_codec_of_streams_that_cannot_be_had_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--set", "stream.codec=itn8") == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no plug-in 'itn8', did you mean int8?" in text
+    assert _run("--json", "--set", "stream.codec=int8") == 0
+    found = {one["name"]: one["value"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["stream.codec"] == "int8 (lossy accepted)"
+
+
 def test_what_the_worker_refuses_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     open_to_all = ("--set", "decode.listen=tcp://0.0.0.0:0")
     assert _run(*open_to_all) == 1

@@ -114,15 +114,16 @@ def test_bfloat16_tensors_as_engines_have_them() -> None:
 
 
 def test_what_runs_on_the_host_only() -> None:
-    for text in ("raw", "ebp|lz4", "shuffle|zstd", "dedup"):
+    for text in ("raw", "split", "ebp|lz4", "shuffle|zstd", "dedup"):
         with pytest.raises(CodecError, match="host only"):
             DevicePipeline(CodecPipeline.parse(text))
     layer = kv_layer(16, 1, 64)
-    with pytest.raises(CodecError, match="host only"):
-        DevicePipeline(CodecPipeline.parse("split")).encode(
-            torch.zeros(layer.nbytes, dtype=torch.uint8), layer
-        )
     device = DevicePipeline(CodecPipeline.parse("ebp"))
+    out = torch.zeros(layer.nbytes, dtype=torch.uint8)
+    frame = device.encode(out, layer)
+    for wrong in (frame[None], frame.view(torch.int8), torch.stack((frame, frame), 1)[:, 0], bytes(9)):
+        with pytest.raises(CodecError, match=r"the frame is .*flat, contiguous uint8"):
+            device.decode(wrong, layer, out)  # type: ignore[arg-type]
     with pytest.raises(CodecError, match="flat, contiguous uint8"):
         device.encode(torch.zeros(64), layer)
     with pytest.raises(CodecError, match="whole number"):

@@ -108,3 +108,22 @@ def test_native_kernels_find_what_numpy_finds(
         assert (a.relative_l2, a.bounded, a.maximum) == pytest.approx(
             (b.relative_l2, b.bounded, b.maximum), rel=1e-5
         )
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+@pytest.mark.parametrize("cols", [5, 40])
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+def test_a_token_that_is_not_finite_hides_no_error(dtype: DType, cols: int, special: float) -> None:
+    layer = LayerSpec((TensorSpec("k", (4, cols), dtype),))
+    both = []
+    for value in (1.0, 1.25):
+        x = np.full((4, cols), value, np.float32)
+        x[2] = special  # kept as it is by all codecs
+        halves = x.view(np.uint32) >> 16 if dtype is DType.BFLOAT16 else x.astype(np.float16).view(np.uint16)
+        slices = np.zeros(layer.nbytes, np.uint8)
+        slices[: layer.data_nbytes] = halves.astype(np.uint16).reshape(-1).view(np.uint8)
+        both.append(slices.data)
+    for kernels in ("native", "numpy") if native().library is not None else ("numpy",):
+        with use_kernels(kernels):
+            (error,) = slice_errors(both[0], both[1], layer)
+        assert (error.relative_l2, error.bounded, error.maximum) == pytest.approx((0.25, 0.25, 0.25)), kernels

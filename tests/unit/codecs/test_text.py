@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.codecs import CodecPipeline
+from kvferry.codecs import ByteStage, CodecConfig, CodecPipeline, decode_frame, registry
+from kvferry.codecs.frame import header_bytes, stage_bytes
 from kvferry.codecs.text import parse_stages, stage_text
-from kvferry.core.errors import CodecError, UnknownPluginError
+from kvferry.core.errors import CodecError, PluginUnavailableError, UnknownPluginError
+from kvferry.core.spec import DType, LayerSpec, TensorSpec
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 NUMBERS = st.one_of(
@@ -95,3 +97,42 @@ def test_texts_that_cannot_be(text: str, message: str) -> None:
 def test_a_stage_that_does_not_exist_has_the_nearest_name() -> None:
     with pytest.raises(UnknownPluginError, match="did you mean shuffle"):
         CodecPipeline.parse("shufle|zstd")
+
+
+class _Strict(ByteStage):
+    """A stage of others, which knows nothing of our errors."""
+
+    codec_id = "strict"
+
+    @classmethod
+    def from_config(cls, config: CodecConfig) -> _Strict:
+        int(config["level"])
+        return cls()
+
+    def max_encoded_nbytes(self, nbytes: int) -> int:
+        return nbytes
+
+    def encode_into(self, src: memoryview, dst: memoryview) -> int:
+        raise NotImplementedError
+
+    def decode_into(self, src: memoryview, dst: memoryview) -> int:
+        raise NotImplementedError
+
+
+def test_what_stages_of_others_raise_is_an_error_of_codecs() -> None:
+    registry.register("strict", _Strict)
+    registry.register("number", 3)  # type: ignore[arg-type]
+    try:
+        for text in ("strict", "strict(level=x)"):
+            with pytest.raises(CodecError, match="codec 'strict' does not take"):
+                CodecPipeline.parse(text)
+        with pytest.raises(PluginUnavailableError, match="'number' is 3, must be a subclass of"):
+            CodecPipeline.parse("number")
+        layer = LayerSpec((TensorSpec("k", (4, 8), DType.BFLOAT16),))
+        stages = stage_bytes((("strict", {"level": "x"}),))
+        found = header_bytes(stages, layer.nbytes, 1, lossy=False) + b"\0"
+        with pytest.raises(CodecError, match="codec 'strict' does not take"):
+            decode_frame(memoryview(found), layer, memoryview(bytearray(layer.nbytes)))
+    finally:
+        registry.unregister("strict")
+        registry.unregister("number")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.codecs import CodecPipeline, decode_frame, decode_many, decode_row
@@ -79,6 +80,27 @@ def test_input_and_output_have_no_byte_in_common(start: int) -> None:
         with pytest.raises(CodecError, match="input and output overlap"):
             call()
     assert bytes(memory) == before
+
+
+def test_views_of_different_objects_over_the_same_memory_overlap() -> None:
+    whole = np.zeros(2 * ROOM, np.uint8)  # each of its slices is an object of its own
+    with pytest.raises(CodecError, match="input and output overlap"):
+        PIPELINE.encode_into(whole[:SIZE].data, LAYER, whole[64 : 64 + ROOM].data)
+    with pytest.raises(CodecError, match="input and output overlap"):
+        decode_frame(whole[:ROOM].data, LAYER, whole[64 : 64 + SIZE].data)
+
+
+def test_outputs_of_one_call_overlap_nothing() -> None:
+    memory, srcs = room(3 * ROOM), [room(SIZE), room(SIZE)]
+    with pytest.raises(CodecError, match="two outputs overlap"):
+        PIPELINE.encode_many(srcs, LAYER, [memory[:ROOM], memory[64 : 64 + ROOM]])
+    with pytest.raises(CodecError, match="input and output overlap"):  # of the other slice
+        PIPELINE.encode_many([srcs[0], memory[:SIZE]], LAYER, [memory[64 : 64 + ROOM], memory[2 * ROOM :]])
+    frames = [frame(), frame()]
+    with pytest.raises(CodecError, match="two outputs overlap"):
+        decode_many(frames, LAYER, [memory[:SIZE], memory[SIZE - 1 : 2 * SIZE - 1]])
+    PIPELINE.encode_many([srcs[0], srcs[0]], LAYER, [memory[:ROOM], memory[ROOM:]])  # inputs may
+    decode_many([frames[0], frames[0]], LAYER, [memory[:SIZE], memory[SIZE : 2 * SIZE]])
 
 
 def test_neighbours_are_no_overlap() -> None:

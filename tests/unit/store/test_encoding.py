@@ -267,6 +267,10 @@ def test_auto_encodes_for_a_slow_medium_and_not_for_a_fast_one() -> None:
     assert not {"int8"} & set(chosen)
     assert stored(fast, 1e13, 60)[-20:].count("raw") > 15  # but for a trial now and then
     assert "link" in slow.status()["codec"]
+    counted = slow.counters()
+    assert sum(n for name, n in counted.items() if name.startswith("codec_auto_")) == 60
+    assert counted[f"codec_auto_{chosen[-1]}"] >= 10
+    assert counted["codec_switches"] >= 1
     assert stored(slow, 1e13, 60)[-20:].count("raw") > 15  # it became faster
 
 

@@ -19,6 +19,7 @@ from kvferry.codecs.frame import (
 )
 from kvferry.codecs.kernels import EBP, QUANT, Piece
 from kvferry.codecs.pipeline import CodecPipeline
+from kvferry.codecs.split import SplitCodec
 from kvferry.codecs.tensors import TensorCodec
 from kvferry.core.errors import CodecError, CorruptBlockError
 from kvferry.core.spec import LayerSpec
@@ -44,7 +45,7 @@ class DevicePipeline:
 
     def __init__(self, pipeline: CodecPipeline) -> None:
         codec = pipeline.codec
-        if len(pipeline.stages) != 1 or not isinstance(codec, TensorCodec):
+        if len(pipeline.stages) != 1 or not isinstance(codec, TensorCodec) or isinstance(codec, SplitCodec):
             raise CodecError(f"codec {pipeline.text!r} runs on the host only; write ebp, int8, int4 or fp8")
         self.pipeline: Final = pipeline
         self._codec: Final = codec
@@ -84,9 +85,12 @@ class DevicePipeline:
 
         Raises:
             CorruptBlockError: If it does not hold exactly what ``dst`` takes, or other stages wrote it.
-            CodecError: If ``dst`` is no whole number of slices.
+            CodecError: If ``dst`` is no whole number of slices, or one of both is no such tensor.
         """
         data = self._slices(dst, layer)
+        _check_flat(frame, "the frame is")
+        if frame.device != dst.device:
+            raise CodecError(f"a frame on {frame.device} is decoded into {dst.device}; they must be the same")
         head = memoryview(bytes(frame[:MAX_HEADER_NBYTES].cpu().numpy()))
         parsed = parse_frame(head, frame.numel())
         if parsed.stages != self._named or parsed.decoded_nbytes != dst.numel():
@@ -104,9 +108,18 @@ class DevicePipeline:
             raise CorruptBlockError(DAMAGED)
 
     def _slices(self, flat: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
-        if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
-            raise CodecError("slices are flat, contiguous uint8 tensors; take tensor.view(torch.uint8)")
+        _check_flat(flat, "slices are")
         return flat.view(slice_count(flat.numel(), layer, self.pipeline.text), layer.nbytes)
+
+
+def _check_flat(given: torch.Tensor, what: str) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise CodecError(f"{what} {type(given).__name__}, must be a flat, contiguous uint8 tensor")
+    if given.dtype != torch.uint8 or given.dim() != 1 or not given.is_contiguous():
+        raise CodecError(
+            f"{what} {given.dtype} of shape {tuple(given.shape)} with strides {given.stride()}, must be a "
+            "flat, contiguous uint8 tensor; take tensor.view(-1).view(torch.uint8)"
+        )
 
 
 def _encode(view: DeviceView, piece: Piece) -> torch.Tensor:

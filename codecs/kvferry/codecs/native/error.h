@@ -6,11 +6,21 @@
 
 enum { ERROR_STICKS_OUT = 16 };
 
+// As the kernels have them, but float16 that is not finite, which they keep as it is, is not finite here either.
+KVC_INLINE fx true_values(const uint8_t *p, int fp16) {
+    const ux u = load_halves(p), bits = fx_bits(fx_values(u, fp16));
+    return fx_from(fp16 ? bits | ((ux)((ix)(u & 0x7fff) > 0x7bff) & 0x7f800000) : bits);
+}
+KVC_INLINE float true_value(const uint8_t *p, int fp16) {
+    const uint16_t v = kvc_u16(p);
+    return f_from(f_bits(value_of(v, fp16)) | (fp16 && (v & 0x7fff) > 0x7bff ? 0x7f800000 : 0));
+}
+
 KVC_INLINE void rows_error(
     const uint8_t *p, const uint8_t *q, size_t cols, int fp16, float *energy, fx *squares, ux *largest, kvc_error *e) {
     size_t c = 0;
     for (; c + LANES <= cols; c += LANES) {
-        const fx x = load_values(p + 2 * c, fp16), d = x - load_values(q + 2 * c, fp16);
+        const fx x = true_values(p + 2 * c, fp16), d = x - true_values(q + 2 * c, fp16);
         const ux m = fx_bits(d) & 0x7fffffff;
         fx sum;
         memcpy(&sum, energy + c, sizeof sum);
@@ -20,7 +30,7 @@ KVC_INLINE void rows_error(
         *largest = fx_where((ux)((ix)*largest < (ix)m), m, *largest);
     }
     for (; c < cols; c++) {
-        const float x = value_of(kvc_u16(p + 2 * c), fp16), d = x - value_of(kvc_u16(q + 2 * c), fp16);
+        const float x = true_value(p + 2 * c, fp16), d = x - true_value(q + 2 * c, fp16);
         energy[c] += x * x;
         e->square += d * d;
         e->largest = d > e->largest ? d : -d > e->largest ? -d : e->largest;
