@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from kvferry.cli.options import Json
+from kvferry.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvferry.store.disk.inspection import (
@@ -61,6 +62,14 @@ def inspect(
     from kvferry.cli.output import print_json
     from kvferry.store.disk import inspection
 
+    asked = {"--verify": verify, "--repair": repair, "--keys": keys}
+    besides = [name for name, given in asked.items() if given]
+    if export is not None and besides:
+        raise ConfigError(
+            f"--export takes one block out and does nothing else; leave out {', '.join(besides)}"
+        )
+    if tenant is not None and export is None:
+        raise ConfigError("--tenant names whose block --export takes; without --export leave it out")
     if export is not None:
         _export(directory, *export, tenant, as_json=as_json)
         return

@@ -27,6 +27,7 @@ from kvferry.core.errors import (
 from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens, require_key, require_keys, split_keys
 from kvferry.core.regions import Region
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
+from kvferry.core.values import require_bool
 from kvferry.wire import daemon_messages as d
 from kvferry.wire.incoming import Incoming
 
@@ -52,6 +53,7 @@ class ClientNamespace:
     """
 
     def __init__(self, client: Client, spec: KVSpec, scope: KeyScope, *, takes_lossy: bool = False) -> None:
+        require_bool("takes_lossy", takes_lossy)
         self.takes_lossy = takes_lossy
         self.client = client
         self.spec = spec

@@ -9,6 +9,7 @@ from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.core.values import require_bool
 from kvferry.core.write_leases import SlotWriteLease
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ class SessionStore:
     def namespace(
         self, spec: KVSpec, scope: KeyScope = _DEFAULT_SCOPE, *, takes_lossy: bool = False
     ) -> MemoryNamespace:
-        """The namespace of ``spec`` and ``scope``, with leases that belong to the session."""
+        """The namespace of ``spec`` and ``scope``, with leases that belong to the session.
+
+        Raises:
+            ConfigError: If one of them is of another type.
+        """
+        require_bool("takes_lossy", takes_lossy)
         namespace = self.store._namespace(self.session, spec, scope)
         namespace.takes_lossy = takes_lossy
         return namespace

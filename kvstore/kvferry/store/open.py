@@ -42,6 +42,7 @@ def open_store(
 
     Raises:
         ConfigError: If a plug-in is not known or a value cannot be used; nothing stays open.
+        TierError: If a directory of a tier is used by another store; nothing stays open.
     """
     check_tenant(tenant)  # before a tier makes its folders
     eviction = eviction_policy(config.eviction)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvferry.client import Client
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey
@@ -146,3 +147,11 @@ def test_what_is_no_spec_or_scope_is_refused_by_its_type(wrong: Any) -> None:
             store.namespace(wrong)
         with pytest.raises(ConfigError, match=f"scope .* is {type(wrong).__name__}"):
             store.namespace(small_spec(), wrong)
+
+
+@pytest.mark.parametrize("wrong", ["no", "false", 1, 0, None])
+def test_whether_loss_is_taken_is_said_plainly(wrong: Any) -> None:
+    with closing(TieredStore(1 << 20)) as store, pytest.raises(ConfigError, match="takes_lossy"):
+        store.namespace(small_spec(), takes_lossy=wrong)
+    with closing(Client("tcp://127.0.0.1:1")) as client, pytest.raises(ConfigError, match="takes_lossy"):
+        client.namespace(small_spec(), takes_lossy=wrong)

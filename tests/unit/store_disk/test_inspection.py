@@ -163,6 +163,17 @@ def test_the_command(folder: Path, keys: list[BlockKey], capsys: pytest.CaptureF
     assert "give the directory of a disk tier" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [["--repair"], ["--verify"], ["--keys"], ["--keys", "--json"]])
+def test_what_export_would_leave_undone_is_refused(
+    folder: Path, tmp_path: Path, keys: list[BlockKey], more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.safetensors"
+    assert run("inspect", str(folder), "--export", keys[0].hex(), str(target), *more) == 2
+    assert f"leave out {more[0]}" in capsys.readouterr().err
+    assert not target.exists()
+    assert run("inspect", str(folder), "--tenant", "alice", *more) == 2
+
+
 def test_the_command_exports(
     folder: Path, tmp_path: Path, keys: list[BlockKey], capsys: pytest.CaptureFixture[str]
 ) -> None:
