@@ -80,7 +80,7 @@ class Codec(Stage):
 
         That is ``|x - decoded| / |x|``, in which channels that stick out do not count as much
         (:attr:`kvferry.codecs.error.SliceError.bounded`). 0 for a lossless codec. A pipeline checks it and
-        stores what is outside as it is.
+        stores what is outside as it is. From 1 on any error is taken, as long as finite values stay so.
         """
         del tensor
         return 0.0

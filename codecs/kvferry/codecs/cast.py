@@ -35,7 +35,8 @@ class CastStage(ArrayStage):
     """float32 tensors to 16 bits and back; others stay. The padding of slices comes back as zeros.
 
     Engines that keep KV in 16 bits have no use for it. float16 holds values up to 65504; slices with larger
-    ones, or with some that are not finite, are stored as they are. bfloat16 holds all.
+    ones, or with some that are not finite, are stored as they are. bfloat16 holds all; the
+    few that would round up to infinity become its largest.
 
     Args:
         to: ``bfloat16`` or ``float16``.
@@ -93,6 +94,9 @@ class CastStage(ArrayStage):
         if self.to == "bfloat16":
             nan = np.isnan(values)
             found = np.where(nan, np.uint16(0x7FC0), bf16_of(values)).astype("<u2")
+            infinite = (found & 0x7FFF) == 0x7F80
+            if infinite.any():  # what rounds up to infinity becomes the largest, as in float16 codecs
+                found -= (infinite & np.isfinite(values)).astype("<u2")
             return found.view(np.uint8)
         if not bool((np.abs(values) <= 65504).all()):
             raise UnfitValuesError("codec 'cast': float16 holds no value above 65504; use cast(to=bfloat16)")

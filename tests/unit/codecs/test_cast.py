@@ -45,6 +45,17 @@ def test_what_bfloat16_holds_comes_back_as_it_was_and_cast_ebp_loses_no_more_tha
     assert np.array_equal(through("cast|ebp", values), through("cast", values))
 
 
+def test_what_rounds_up_to_infinity_stays_finite() -> None:
+    values = normal(LAYER.nbytes // 4)
+    values[[1, 5, 9]] = [3.402e38, -3.402e38, np.inf]
+    stage, out = CastStage(), np.zeros(LAYER.nbytes, np.uint8)
+    narrow = np.zeros(stage.encoded_layer(LAYER).nbytes, np.uint8)
+    stage.encode_into(values.view(np.uint8).data, LAYER, narrow.data)
+    stage.decode_into(narrow.data, LAYER, out.data)
+    back = out.view("<f4")
+    assert back[[1, 5, 9]].tolist() == pytest.approx([3.3895e38, -3.3895e38, np.inf], rel=1e-4)
+
+
 def test_values_that_are_not_finite_stay_what_they_are() -> None:
     values = normal(LAYER.nbytes // 4)
     values[[1, 5, 9]] = [np.inf, -np.inf, np.nan]

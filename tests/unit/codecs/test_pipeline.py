@@ -323,6 +323,17 @@ class Spoiling(Codec):
         dst[64:] = src
 
 
+def test_a_bound_of_1_takes_any_error() -> None:
+    layer = LayerSpec((TensorSpec("k", (16, 64), DType.FLOAT16),))
+    values = np.random.default_rng(1).standard_normal((16, 64)).astype(np.float16)
+    values[:, :4] *= 8000  # their step spoils all others, and their energy is capped
+    for text, outside in (("int8", 1), ("int8(bound=0.99)", 1), ("int8(bound=1)", 0)):
+        pipeline = CodecPipeline.parse(text, check="always")
+        dst = memoryview(bytearray(pipeline.max_encoded_nbytes(layer)))
+        pipeline.encode_into(values.view(np.uint8).reshape(-1).data, layer, dst)
+        assert pipeline.counts["out_of_bound"] == outside
+
+
 def test_values_that_are_no_numbers_any_more_are_outside_every_bound() -> None:
     pipeline = CodecPipeline([Spoiling()], check="always")
     encode(pipeline, normal(LAYER, 0))
