@@ -152,13 +152,15 @@ class TierWriter:
             jobs = [job for (ns, _), job in self._jobs.items() if ns == namespace_id]
         else:
             jobs = [job for key in keys if (job := self._jobs.get((namespace_id, key))) is not None]
-        if self._limbo:  # late writes of the same names, which were to stay until now
+        older = [*self._busy, *(late.job for late in self._limbo)]
+        if (
+            older
+        ):  # of the same names: lossy ones whose place was taken, late ones, which were to stay until now
             gone = None if keys is None else set(keys)
             jobs += [
-                late.job
-                for late in self._limbo
-                if late.job.namespace.namespace_id == namespace_id
-                and (gone is None or late.job.block.key in gone)
+                job
+                for job in older
+                if job.namespace.namespace_id == namespace_id and (gone is None or job.block.key in gone)
             ]
         for job in jobs:
             if not job.cancelled:
@@ -305,7 +307,9 @@ class TierWriter:
 
     def _write(self, batch: list[WriteJob]) -> None:
         with self._lock:
-            live = [job for job in batch if not job.cancelled]
+            live = [
+                job for job in batch if not job.cancelled and job.block.stored
+            ]  # else its place was taken
             writes = [self._lent(job) for job in live]
         namespace = batch[0].namespace
         results = self.level.write(namespace, writes) if writes else []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.core.blockstore import Namespace
 from kvferry.core.clock import deadline_in
 from kvferry.core.config_sources import load_config
 from kvferry.core.errors import ConfigError
@@ -188,35 +189,70 @@ def test_the_store_does_not_rely_on_its_tiers(tmp_path: Path) -> None:
     store.close()
 
 
+class Gated(DiskTier):
+    """Writes wait for ``gate``, once they have said so."""
+
+    def __init__(self, folder: Path, codec: str) -> None:
+        self.waits, self.gate = threading.Event(), threading.Event()
+        self.begun = list[BlockKey]()
+        options = DiskOptions((str(folder),), 4 << 20, direct="off")
+        super().__init__("disk", options, codec=TierCodec(codec, allow_lossy=True))
+
+    def write(
+        self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float
+    ) -> list[WriteResult]:
+        self.begun += [block.key for block in blocks]
+        self.waits.set()
+        assert self.gate.wait(20)
+        return super().write(namespace, blocks, deadline=deadline)
+
+
+def save_lossy(namespace: Namespace, key: BlockKey, parent: BlockKey | None) -> None:
+    with namespace.reserve([key], parent=parent, deadline=deadline_in(5)) as lease:
+        lease.view(0)[:] = bytes(SPEC.block_nbytes)
+        lease.mark_lossy([0])
+        lease.commit()
+
+
 @pytest.mark.parametrize("codec", ["off", "ebp"])
 def test_an_exact_block_that_follows_a_lossy_one_closely_takes_its_place(tmp_path: Path, codec: str) -> None:
     """Both wait for the writer at once."""
-    waits, gate = threading.Event(), threading.Event()
-
-    class Gated(DiskTier):
-        def write(
-            self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float
-        ) -> list[WriteResult]:
-            waits.set()
-            assert gate.wait(20)
-            return super().write(namespace, blocks, deadline=deadline)
-
-    options = DiskOptions((str(tmp_path / "kv"),), 4 << 20, direct="off")
-    tier = Gated("disk", options, codec=TierCodec(codec, allow_lossy=True))
+    tier = Gated(tmp_path / "kv", codec)
     store = TieredStore(8 * SPEC.block_nbytes, [(tier, LevelOptions(write=WriteBack()))])
     exact, lossy = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
     first, key = exact.keys(range(128))
     exact.save([(first, DATA)], parent=None, deadline=deadline_in(5))
-    assert waits.wait(20)
-    with lossy.reserve([key], parent=first, deadline=deadline_in(5)) as lease:
-        lease.view(0)[:] = bytes(SPEC.block_nbytes)
-        lease.mark_lossy([0])
-        lease.commit()
+    assert tier.waits.wait(20)
+    save_lossy(lossy, key, first)
     assert exact.save([(key, DATA)], parent=first, deadline=deadline_in(5)) == 1
-    gate.set()
+    tier.gate.set()
     assert store.flush(deadline=deadline_in(20))
+    assert tier.begun == [first, key], "the one whose place was taken is not written at all"
     store.evict(8 * SPEC.block_nbytes)
     assert exact.lookup([first, key]).tiers == ("disk", "disk")
     with exact.load([first, key], deadline=deadline_in(5)) as found:
         assert bytes(found.view(1)) == DATA
+    store.close()
+
+
+@pytest.mark.parametrize("writing", [False, True], ids=["queued", "being written"])
+@pytest.mark.parametrize("all_of_them", [False, True], ids=["remove", "clear"])
+def test_a_lossy_block_whose_place_was_taken_does_not_outlive_its_removal(
+    tmp_path: Path, writing: bool, all_of_them: bool
+) -> None:
+    tier = Gated(tmp_path / "kv", "off")
+    store = TieredStore(8 * SPEC.block_nbytes, [(tier, LevelOptions(write=WriteBack()))])
+    exact, lossy = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
+    first, key = exact.keys(range(128))
+    if not writing:
+        exact.save([(first, DATA)], parent=None, deadline=deadline_in(5))
+        assert tier.waits.wait(20)
+    save_lossy(lossy, key, first)
+    assert tier.waits.wait(20)
+    assert exact.save([(key, DATA)], parent=first, deadline=deadline_in(5)) == 1
+    _ = exact.clear() if all_of_them else exact.remove([key])
+    tier.gate.set()
+    assert store.flush(deadline=deadline_in(20))
+    assert lossy.lookup([key]).tiers == (None,)
+    assert [entry.key for entry in tier.scan()] == ([] if writing or all_of_them else [first])
     store.close()
