@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import signal
 import socket
+import statistics
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -214,6 +216,25 @@ def test_calls_hold_nothing(two: tuple[Channel, Channel]) -> None:
     for _ in range(50):
         talk()
     assert all(after - then < 10 for then, after in zip(before, counts(), strict=True))
+
+
+def test_a_head_goes_before_a_large_payload(pair: Any) -> None:
+    options = ChannelOptions(role="test", session="s", checksum=False)
+    client, server = pair("tcp", client=options, server=options)
+    sock = client._connection.bare.sock
+
+    def sent() -> int:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+        return int(struct.unpack_from("@I", info, 156)[0])  # tcpi_data_segs_out
+
+    def packets(nbytes: int) -> int:
+        before = sent()
+        client.send(m.PutLayer(layer=0, blocks=()), [bytes(nbytes)], deadline=deadline_in(20))
+        server.receive(deadline_in(20)).read_into([memoryview(bytearray(nbytes))], deadline_in(20))
+        return sent() - before
+
+    pairs = [(packets((48 << 10) - 1), packets(48 << 10)) for _ in range(21)]
+    assert statistics.median(large - small for small, large in pairs) == 1
 
 
 FORKED = """

@@ -12,6 +12,8 @@
 #include "stream.h"
 
 enum { CHANNEL_HEADER = 32, CHANNEL_TRAILER = 8, CHANNEL_HEAD = 4096, CHANNEL_SMALL = 8 << 10 };
+// Before a payload of so many bytes its head is sent alone: the receiver wakes up while the payload is copied.
+enum { CHANNEL_LARGE = 48 << 10 };
 // Results: Python's None for the long way, a tuple, or a number: an errno as a negative one, or of these, mirrored in short.py.
 enum { CHANNEL_DONE = 1, CHANNEL_ENDED = 0, CHANNEL_STRAY = -100000, CHANNEL_LATE = -100001, CHANNEL_DAMAGED = -100002 };
 enum { CHANNEL_RAISED = -100003, CHANNEL_LONG_WAY = -100004 };
@@ -230,6 +232,7 @@ static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_k
         memcpy(parts + 1, payload.parts, (size_t)payload.number * sizeof *parts);
         kvc_stream s = {.parts = parts, .count = (uint64_t)payload.number + 1, .left = nbytes + payload.nbytes};
         s.flags = MSG_NOSIGNAL;
+        s.first = payload.nbytes >= CHANNEL_LARGE ? nbytes : 0;
         s.plain = !c->flags;
         hash_begin(&s.hash);
         code = channel_move(c, l, &s, deadline, limit, 1, k);

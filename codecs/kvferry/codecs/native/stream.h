@@ -28,6 +28,7 @@ typedef struct {
     int32_t sealed;            // whether the trailer holds the hash of all parts
     uint64_t trailer;
     uint64_t plain;            // whether there is no hash and no trailer
+    uint64_t first;            // so many bytes are sent by a call of their own before the others; 0: none
     kvc_hash hash;
 } kvc_stream;
 
@@ -97,7 +98,8 @@ static int stream_plain(kvc_stream *s, int sending, const kvc_kernels *k) {
         struct msghdr message = {.msg_iov = window};
         int number = 0;
         if (stream_late(s)) return STREAM_SHORT;
-        const uint64_t wanted = stream_window(s, window, &number, s->left);
+        const uint64_t wanted = stream_window(s, window, &number, s->first ? s->first : s->left);
+        s->first = 0;
         message.msg_iovlen = (size_t)number;
         int waited = 1;
         const ssize_t moved = sending ? sendmsg(s->fd, &message, s->flags) : stream_take(s, &message, &waited);
@@ -121,6 +123,8 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
         // the last bytes are hashed first, so that the hash leaves with them
         uint64_t most = s->left <= STREAM_LAST || s->sealed ? s->left : s->left - STREAM_LAST;
         if (most > STREAM_SEND_WINDOW) most = STREAM_SEND_WINDOW;
+        if (s->first && s->first < most) most = s->first;
+        s->first = 0;
         const uint64_t nbytes = stream_window(s, window, &number, most);
         const int last = nbytes == s->left;
         if (last && !s->sealed) {
