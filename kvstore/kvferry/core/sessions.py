@@ -24,7 +24,8 @@ class Session:
     A session ends when :meth:`end` is called (its last connection is gone) or when the process that it was
     made with is gone; its leases end with it. Once a process is watched, only the end of all that are proves
     that nobody writes into its slots any more, so :meth:`end` alone leaves those in quarantine; without one
-    the writers are threads of this process, and :meth:`end` says that they are done.
+    the writers are threads of this process, and :meth:`end` says that they are done. A process is watched by
+    a descriptor, which is closed when the process is gone, or by :meth:`close`.
 
     Args:
         name: For messages and metrics.
@@ -45,6 +46,7 @@ class Session:
         self.completions: deque[Completion] = deque(maxlen=_COMPLETIONS)
         self._lock = threading.Lock()
         self._ended = False
+        self._closed = False
         self._listeners: list[Callable[[], None]] = []
         self._watched: dict[int, int] = {}  # process id to its descriptor, -1 once it is gone
         if pid is not None:
@@ -58,13 +60,16 @@ class Session:
         """Another process of the session, which may write into its slots until it is gone.
 
         Raises:
-            StoreError: If there is no such process.
+            StoreError: If there is no such process, or the session is closed.
         """
         try:
             descriptor = os.pidfd_open(pid)
         except (OSError, ValueError) as error:
             raise StoreError(f"session {self.name}: there is no process {pid}") from error
         with self._lock:
+            if self._closed:
+                os.close(descriptor)
+                raise StoreError(f"session {self.name} is closed; open another")
             known = self._watched.get(pid, -1)
             if known >= 0 and not _is_gone(known):
                 os.close(descriptor)
@@ -104,6 +109,20 @@ class Session:
             listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener()
+
+    def close(self) -> None:
+        """End the session and watch its processes no more; a second call does nothing.
+
+        For when none of its write leases is left, or the store itself goes: from here on its writers count
+        as gone.
+        """
+        self.end()
+        with self._lock:
+            self._closed = True
+            for pid, descriptor in self._watched.items():
+                if descriptor >= 0:
+                    self._watched[pid] = -1
+                    os.close(descriptor)
 
     def on_end(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` once, from the thread that calls :meth:`end`, with no lock held."""

@@ -155,7 +155,7 @@ class SlotWriteLease:
 
     def _tell(self) -> None:
         record = self.record
-        if record.state is not LeaseState.ENDED:
+        if record.slots and record.state is not LeaseState.ENDED:
             record.told = self  # the store lets go of it with the slots
 
     def ticket(self) -> LeaseTicket:

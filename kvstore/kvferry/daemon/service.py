@@ -6,9 +6,9 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, cast
 
 import msgspec
 
@@ -88,22 +88,6 @@ class Service:
         except BaseException:
             node.tenants.leave(channel)
             raise
-        self._verbs: dict[type[Message], Callable[[Any], Reply]] = {
-            d.OpenNamespace: self._open,
-            d.LookupBlocks: self._lookup,
-            d.LoadBlocks: self._load,
-            d.ReserveBlocks: self._reserve,
-            d.EndLeases: lambda _: Reply(d.Done()),
-            d.QuarantineLease: self._quarantine,
-            d.RenewLease: self._renew,
-            d.FindLease: self._find,
-            d.BlockVerb: self._block_verb,
-            d.FlushStore: self._flush,
-            d.GetStats: lambda _: Reply(d.StoreStats(stats=self._session.store.stats())),
-            d.PollStore: self._poll,
-            d.AskPeer: self._ask_peer,
-            Ping: lambda _: Reply(Pong()),
-        }
 
     def run(self) -> None:
         """Answer requests until the channel ends."""
@@ -167,12 +151,12 @@ class Service:
             return self._save(message, incoming)
         if isinstance(message, d.WritePeer):
             return self._write_peer(message, incoming)
-        verb = self._verbs.get(type(message))
+        verb = self._VERBS.get(type(message))
         if verb is None:
             raise ProtocolError(
                 f"{self._channel.address}: {type(message).__name__} is no request to a daemon", remote=True
             )
-        return verb(message)
+        return verb(self, message)
 
     @staticmethod
     def _send_by(nbytes: int) -> float:
@@ -422,6 +406,25 @@ class Service:
     def _poll(self, message: d.PollStore) -> Reply:
         del message
         return Reply(d.Completions(completions=tuple(self._session.store.poll())))
+
+    # of the class, not bound methods of each service: those would be a cycle that holds the session's
+    # descriptors and buffers until the garbage collector comes, which in an idle daemon is never
+    _VERBS: ClassVar[Mapping[type[Message], Callable[..., Reply]]] = {
+        d.OpenNamespace: _open,
+        d.LookupBlocks: _lookup,
+        d.LoadBlocks: _load,
+        d.ReserveBlocks: _reserve,
+        d.EndLeases: lambda _self, _message: Reply(d.Done()),
+        d.QuarantineLease: _quarantine,
+        d.RenewLease: _renew,
+        d.FindLease: _find,
+        d.BlockVerb: _block_verb,
+        d.FlushStore: _flush,
+        d.GetStats: lambda self, _message: Reply(d.StoreStats(stats=self._session.store.stats())),
+        d.PollStore: _poll,
+        d.AskPeer: _ask_peer,
+        Ping: lambda _self, _message: Reply(Pong()),
+    }
 
 
 def _lossy(lease: SlotReadLease | SlotWriteLease) -> tuple[int, ...] | msgspec.UnsetType:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterable
+from itertools import chain
 from typing import Final
 
 from kvferry.core.errors import (
@@ -14,7 +15,6 @@ from kvferry.core.errors import (
     LeaseExpiredError,
     OverloadedError,
     ProtocolError,
-    StoreError,
 )
 from kvferry.core.leases import LeaseState, SlotReadLease
 from kvferry.core.session_store import SessionStore
@@ -67,6 +67,11 @@ class EngineSession:
         """Whether a write lease is left that nobody has ended: its slots may be in quarantine."""
         with self._lock:
             return any(isinstance(one, SlotWriteLease) for one in self._leases.values())
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether a slot is left that somebody may write into though the session has ended."""
+        return self.holds_slots and not self.core.writers_gone
 
     def expect(self, number: int) -> None:
         """See that a lease of this number may begin, before anything is taken for it.
@@ -229,21 +234,30 @@ class Sessions:
             return
         session.core.end()
         with self._lock:
-            if session.holds_slots and not session.core.writers_gone:
+            over = not session.may_be_written
+            if not over:
                 self._left.setdefault(key, []).append(session)
             elif not self._left.get(key) and key not in self._active:
                 self._left.pop(key, None)
+        if over:
+            session.core.close()
 
     def sweep(self) -> None:
         """Forget those that were left behind and hold nothing more, or whose processes are gone."""
+        over: list[EngineSession] = []
         with self._lock:
             for key, left in list(self._left.items()):
-                left[:] = [s for s in left if s.holds_slots and not s.core.writers_gone]
+                over += [session for session in left if not session.may_be_written]
+                left[:] = [session for session in left if session not in over]
                 if not left and key not in self._active:
                     del self._left[key]
+        for session in over:
+            session.core.close()
 
     def end_all(self) -> None:
         """End all sessions: the store is about to close."""
-        for session in self.active:
-            with contextlib.suppress(StoreError, KVFerryError):
-                session.core.end()
+        with self._lock:
+            left = list(chain.from_iterable(self._left.values()))
+        for session in self.active + left:
+            with contextlib.suppress(KVFerryError):
+                session.core.close()

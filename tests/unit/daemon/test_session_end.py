@@ -1,0 +1,146 @@
+"""What a session held is free when it ends: by then and there, not when the garbage collector comes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kvferry.client import Client
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import StoreError
+from kvferry.core.sessions import Session
+from kvferry.daemon.sessions import EngineSession, Sessions
+from kvferry.store.tiered import TieredStore
+from kvferry.testing.blocks import save_blocks, small_spec, wait_until
+from kvferry.wire.channel import Channel
+
+from .conftest import Running
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    gc.collect()  # stores of earlier tests hold descriptors
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def descriptors() -> Counter[str]:
+    """By kind; without files and segments, which a store has as many of as it has use for."""
+    found: Counter[str] = Counter()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            name = str(path.readlink())
+            found[name.partition(":")[0]] += not name.startswith("/")
+    return found
+
+
+def watching() -> int:
+    """How many descriptors there are of what has no name, such as of processes."""
+    return descriptors().total()
+
+
+def work(url: str) -> None:
+    """What an engine does, in a session of its own: saves, finds it stored, reads, and leaves a lease."""
+    with Client(url) as client:
+        namespace = client.namespace(small_spec())
+        keys = namespace.keys([1] * 4 * namespace.spec.block_tokens)
+        save_blocks(namespace, keys)
+        assert len(namespace.reserve(keys, parent=None, deadline=deadline_in(5))) == 0
+        with namespace.load(keys, deadline=deadline_in(5)) as lease:
+            assert len(lease) == 4
+        namespace.load(keys, deadline=deadline_in(5))
+        client.poll()
+
+
+def test_nothing_of_it_stays(running: Running) -> None:
+    running.client.stats()
+    work(running.daemon.addresses[0])  # once before, for what is made once
+    wait_until(lambda: len(running.daemon.sessions.active) == 1, 20)
+    before, own = descriptors(), running.daemon.sessions.active[0]
+    seen: list[weakref.ref[EngineSession | Session]] = []
+    joined = running.daemon.sessions.join
+
+    def join(channel: Channel, tenant: str, store: TieredStore) -> EngineSession:
+        session = joined(channel, tenant, store)
+        if session is not own:
+            seen.extend((weakref.ref(session), weakref.ref(session.core)))
+        return session
+
+    running.daemon.sessions.join = join  # type: ignore[method-assign]
+    threads = threading.active_count()
+    for _ in range(3):
+        work(running.daemon.addresses[0])
+    wait_until(lambda: len(seen) >= 6 and not any(ref() for ref in seen), 20)
+    wait_until(lambda: threading.active_count() <= threads, 20)
+    wait_until(lambda: descriptors() <= before, 20)
+    assert running.daemon.sessions.left_behind == 0
+    assert running.client.stats().leases == 0
+
+
+def test_its_descriptor_is_closed_even_if_somebody_still_refers_to_it(child: subprocess.Popen[bytes]) -> None:
+    store, sessions = TieredStore(1 << 20), Sessions()
+    channel = channel_of(child.pid)
+    before = watching()
+    session = sessions.join(channel, "default", store)
+    assert watching() == before + 1
+    sessions.leave(session)
+    assert watching() == before
+    assert session.core.writers_gone
+    with pytest.raises(StoreError, match="closed; open another"):
+        session.core.watch(child.pid)
+    assert watching() == before
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["aborted", "killed", "closed"])
+def test_left_behind_it_is_watched_until_nobody_can_write(child: subprocess.Popen[bytes], how: str) -> None:
+    store, sessions = TieredStore(1 << 20), Sessions()
+    session = sessions.join(channel_of(child.pid), "default", store)
+    namespace = session.store.namespace(small_spec())
+    lease = namespace.reserve(namespace.keys([1] * 4), parent=None, deadline=deadline_in(5))
+    session.add(7, lease)
+    at_work = watching()
+    sessions.leave(session)
+    sessions.sweep()
+    assert sessions.left_behind == 1
+    assert watching() == at_work
+    assert store.stats().quarantined_nbytes > 0
+    if how == "aborted":
+        assert session.end([7]) == 1
+    elif how == "killed":
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        store.poll()
+    else:
+        sessions.end_all()
+    sessions.sweep()
+    assert sessions.left_behind == 0
+    assert watching() == at_work - 1
+    if how != "closed":
+        assert store.stats().quarantined_nbytes == 0
+    store.close()
+
+
+def channel_of(pid: int) -> Channel:
+    """As much of a channel as a session looks at."""
+    return cast("Channel", SimpleNamespace(peer_pid=pid, peer=SimpleNamespace(session="engine")))
