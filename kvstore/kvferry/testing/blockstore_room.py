@@ -93,7 +93,7 @@ class RoomSuite(StoreFixtures):
         lease = load(ns, keys)
         before = gauges(store)
         with pytest.raises(CapacityError) as caught:
-            reserve(ns, chain(ns, 2, 3), seconds=0.05)
+            reserve(ns, chain(ns, 2, 3), seconds=0.5)
         for number in (3, 2, BLOCKS - 2):
             assert str(number * SPEC.block_nbytes) in str(caught.value)
         assert gauges(store) == before
@@ -277,7 +277,7 @@ class RoomSuite(StoreFixtures):
         stats = short_store.stats()
         assert (stats.quarantined_nbytes, stats.pinned_nbytes) == (BLOCKS * SPEC.block_nbytes, 0)
         with pytest.raises(CapacityError, match=str(BLOCKS * SPEC.block_nbytes)):
-            reserve(ns, chain(ns, 2, 1), seconds=0.1)
+            reserve(ns, chain(ns, 2, 1), seconds=0.5)
         with pytest.raises(LeaseExpiredError):
             lease.view(0)
         lease.abort()

@@ -71,7 +71,9 @@ class ShortWay:
         for one in sockets:
             if not isinstance(one, HashedSocketConnection) or (guard := one.bare) is None:
                 return None
-            lanes.append((guard, guard.inside, one, guard.sock.fileno()))
+            if (number := guard.sock.fileno()) < 0:  # closed meanwhile: whoever uses it next hears of it
+                return None
+            lanes.append((guard, guard.inside, one, number))
         make = _maker()
         if make is None or not lanes:
             return None

@@ -50,6 +50,13 @@ def test_sockets_have_them_and_others_do_not(pair: Any) -> None:
     assert all(channel._short is None for channel in pair("inproc"))
 
 
+def test_a_connection_that_was_closed_meanwhile_has_none(two: tuple[Channel, Channel]) -> None:
+    """As by a server that ends while a handshake does; whoever uses it next hears of the end."""
+    two[0].abort()
+    two[0]._open()
+    assert two[0]._short is None
+
+
 @pytest.mark.parametrize("kind", ["tcp", "unix", "lanes", "small stripes"])
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("long", ["", "client", "server"])
