@@ -63,13 +63,7 @@ def inspect(
     from kvferry.store.disk import inspection
 
     asked = {"--verify": verify, "--repair": repair, "--keys": keys}
-    besides = [name for name, given in asked.items() if given]
-    if export is not None and besides:
-        raise ConfigError(
-            f"--export takes one block out and does nothing else; leave out {', '.join(besides)}"
-        )
-    if tenant is not None and export is None:
-        raise ConfigError("--tenant names whose block --export takes; without --export leave it out")
+    _check_together([name for name, given in asked.items() if given], export, tenant)
     if export is not None:
         _export(directory, *export, tenant, as_json=as_json)
         return
@@ -88,6 +82,15 @@ def inspect(
             _print_keys(inspection.list_keys(directory))
     if checked is not None and checked.corrupt:
         raise typer.Exit(EXIT_CORRUPT)
+
+
+def _check_together(besides: list[str], export: Pair, tenant: str | None) -> None:
+    if export is not None and besides:
+        raise ConfigError(
+            f"--export takes one block out and does nothing else; leave out {', '.join(besides)}"
+        )
+    if tenant is not None and export is None:
+        raise ConfigError("--tenant names whose block --export takes; without --export leave it out")
 
 
 def _export(directory: str, key: str, target: str, tenant: str | None, *, as_json: bool) -> None:
