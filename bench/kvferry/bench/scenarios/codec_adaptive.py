@@ -35,6 +35,7 @@ __all__ = ["run_adaptive"]
 
 _WAIT_S = 300.0
 _SAMPLE_S = 0.25
+_MOST_PROMPTS = 16  # of a small model's few bytes, each takes what a prompt takes besides them
 _FASTEST = 2e9  # bytes a second that processes on one machine move, about
 _HANDOFF = Handoff(prompt_tokens=1, cached_tokens=0, first_token=0, sampling=SamplingParams())
 
@@ -129,7 +130,7 @@ def _at_rate(
 ) -> Result:
     fixed = {text: StreamCodec(text) for text in ("raw", *options.adaptive)}
     auto = StreamCodec("auto", candidates=options.adaptive, allow_lossy=any(c.lossy for c in fixed.values()))
-    prompts = max(1, round(_SAMPLE_S * min(rate, _FASTEST) / source.slices.nbytes))
+    prompts = min(_MOST_PROMPTS, max(1, round(_SAMPLE_S * min(rate, _FASTEST) / source.slices.nbytes)))
     streamers = {name: _Streamer(peer, source, c, rate) for name, c in {"subject": auto, **fixed}.items()}
     try:
         subjects: dict[str, Callable[[], Sample]] = dict(streamers)
