@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.buffers import address_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.native import native
 from kvferry.core.regions import Part, RegionPlan
@@ -70,7 +71,7 @@ class Transfer:
             raise ConfigError(f"{len(slots)} slots for {len(pages)} pages of {plan.spec.block_nbytes} bytes")
         if not to_pages and any(slot.readonly for slot in slots):
             raise ConfigError("blocks are saved to slots that are read-only")
-        self.addresses = np.array([_address(slot) for slot in slots], np.uint64)
+        self.addresses = np.array([address_of(slot) for slot in slots], np.uint64)
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -203,7 +204,3 @@ def _page(part: Part, number: int, shape: tuple[int, ...]) -> npt.NDArray[np.uin
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
     memory: Any = (ctypes.c_uint8 * extent).from_address(part.address + number * part.page_nbytes)
     return np.ndarray(shape, np.uint8, memory, 0, steps) if math.prod(shape) else np.empty(0, np.uint8)
-
-
-def _address(view: memoryview) -> int:
-    return cast("int", np.frombuffer(view, np.uint8).__array_interface__["data"][0])

@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import numpy as np
-
+from kvferry.core.buffers import address_of
 from kvferry.core.errors import ConfigError, DeviceError, OverloadedError
 from kvferry.device.base import Device, DeviceBytes, Event
 from kvferry.device.copy_lane import Lane
@@ -104,7 +103,7 @@ class CopyEngine:
         if not pin(self.device, view, on_failure=self._on_pin_failure, option="the size of the arena"):
             return False
         with self._cond:
-            self._registered.append((_address(view), view, self.device.host_bytes(view)))
+            self._registered.append((address_of(view), view, self.device.host_bytes(view)))
         return True
 
     def unregister(self, view: memoryview) -> None:
@@ -114,7 +113,7 @@ class CopyEngine:
             ValueError: If it is not registered.
         """
         with self._cond:
-            known = [entry for entry in self._registered if entry[0] == _address(view)]
+            known = [entry for entry in self._registered if entry[0] == address_of(view)]
             if not known:
                 raise ValueError(f"{len(view)} bytes that were never registered with {self.device.name}")
             self._registered.remove(known[0])
@@ -238,7 +237,7 @@ class CopyEngine:
             return None
         found = []
         for _, host in parts:
-            start = _address(host)
+            start = address_of(host)
             for base, view, whole in self._registered:
                 if base <= start and start + len(host) <= base + len(view):
                     found.append(whole[start - base : start - base + len(host)])
@@ -277,7 +276,3 @@ class CopyEngine:
             self._error = cause
         for lane in (self._out, self._in):
             lane.fail(cause)
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0

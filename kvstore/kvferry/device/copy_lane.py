@@ -71,10 +71,9 @@ class Lane:
             self._drop_cancelled()
             moved = True
         while (request := self._head()) is not None and self._copies < self._max_copies:
-            launched = (
-                self._queue_direct(request) if request.direct is not None else self._queue_staged(request)
-            )
-            if not launched:
+            if request.direct is not None:
+                self._queue_direct(request)
+            elif not self._queue_staged(request):
                 break
             moved = True
         return moved
@@ -155,7 +154,7 @@ class Lane:
             if not request.in_flight:
                 self._settle(request, None, None)
 
-    def _queue_direct(self, request: Request) -> bool:
+    def _queue_direct(self, request: Request) -> None:
         self._wait_for(request)
         pairs = request.take_direct(self._max_copies - self._copies)
         for there, here in pairs:
@@ -164,7 +163,6 @@ class Lane:
             else:
                 self._device.copy(here, there, self._stream)
         self._launched(_Launch(request, self._device.event(), len(pairs), pairs))
-        return True
 
     def _queue_staged(self, request: Request) -> bool:
         slot = self._slots.take()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, cast
 
+from kvferry.core.buffers import address_of
 from kvferry.core.errors import CapacityError, DeviceError, PluginUnavailableError
 from kvferry.core.install_hint import install_hint
 from kvferry.core.units import format_nbytes
@@ -114,12 +115,12 @@ class TorchDevice(Device):
     def host_register(self, view: memoryview) -> None:
         """See :meth:`Device.host_register`: ``cudaHostRegister`` or its namesake."""
         with _mapped(f"{self.name}: pinning {len(view)} bytes"), self._mod.device(self._dev):
-            _succeed(self._runtime("HostRegister")(_address(view), len(view), 0))
+            _succeed(self._runtime("HostRegister")(address_of(view), len(view), 0))
 
     def host_unregister(self, view: memoryview) -> None:
         """See :meth:`Device.host_unregister`."""
         with _mapped(f"{self.name}: unpinning {len(view)} bytes"), self._mod.device(self._dev):
-            _succeed(self._runtime("HostUnregister")(_address(view)))
+            _succeed(self._runtime("HostUnregister")(address_of(view)))
 
     def memory(self) -> MemoryInfo:
         """See :meth:`Device.memory`."""
@@ -168,10 +169,6 @@ def _module(kind: str, remedy: str) -> Any:  # noqa: ANN401 - a module of torch'
             f"device {kind}: torch {torch.__version__} finds none; {remedy}, then see `kvferry doctor`"
         )
     return module
-
-
-def _address(view: memoryview) -> int:
-    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
 
 
 def _succeed(result: object) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from kvferry.core.buffers import ByteArray, page_aligned
 from kvferry.core.errors import CapacityError, DeviceError
 from kvferry.device.base import Device, DeviceBytes, Event, MemoryInfo, Stream
+from kvferry.device.cpu import HostBytes
 
 __all__ = ["FREED", "SimBytes", "SimDevice", "SimEvent", "SimStream"]
 
@@ -137,21 +138,6 @@ class SimBytes:
         return int(self.raw.ctypes.data) | _ADDRESS
 
 
-class _Host:
-    """Host bytes as the simulated device takes them."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: ByteArray) -> None:
-        self.array = array
-
-    def numel(self) -> int:
-        return self.array.nbytes
-
-    def __getitem__(self, index: slice, /) -> _Host:
-        return _Host(self.array[index])
-
-
 class SimDevice(Device):
     """See the module.
 
@@ -261,7 +247,7 @@ class SimDevice(Device):
             np.copyto(target, source)
 
         number = stream.push(work)
-        if not all(self.is_pinned(side.array) for side in (dst, src) if isinstance(side, _Host)):
+        if not all(self.is_pinned(side.array) for side in (dst, src) if isinstance(side, HostBytes)):
             stream.join(number)
 
     def _raw(self, side: DeviceBytes) -> ByteArray:
@@ -270,7 +256,7 @@ class SimDevice(Device):
                 self.errors.append(RuntimeError(f"an address of {side.device.name} used on {self.name}"))
                 self.check()
             return side.raw
-        assert isinstance(side, _Host)
+        assert isinstance(side, HostBytes)
         return side.array
 
     def kernel(self, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
@@ -294,7 +280,7 @@ class SimDevice(Device):
 
     def host_bytes(self, view: memoryview) -> DeviceBytes:
         """See :meth:`Device.host_bytes`."""
-        return _Host(np.frombuffer(view, np.uint8))
+        return HostBytes(np.frombuffer(view, np.uint8))
 
     def memory_of(self, owner: Any) -> tuple[SimBytes, int]:  # noqa: ANN401
         """See :meth:`Device.memory_of`."""

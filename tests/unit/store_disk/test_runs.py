@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.buffers import page_aligned
+from kvferry.core.buffers import address_of, page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.core.native import native
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.store.disk import DiskTier, state
-from kvferry.store.disk.blocks import address_of
 from kvferry.store.disk.header import HeaderTemplate
 from kvferry.store.disk.runs import DONE, NOT_BEGUN, FileRuns, file_runs
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome

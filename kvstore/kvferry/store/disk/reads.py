@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from kvferry.core.buffers import address_of
 from kvferry.core.clock import is_past
 from kvferry.core.errors import CorruptBlockError
 from kvferry.store.disk import names
-from kvferry.store.disk.blocks import Scratch, address_of
+from kvferry.store.disk.blocks import Scratch
 from kvferry.store.disk.encoded import Stored, may_be_encoded
 from kvferry.store.disk.entries import DiskEntry
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of

@@ -13,9 +13,10 @@ from typing import Final
 
 import xxhash
 
+from kvferry.core.buffers import address_of
 from kvferry.core.clock import is_past, time_left
 from kvferry.store.disk import names
-from kvferry.store.disk.blocks import address_of, lay_out, scratch, write_whole
+from kvferry.store.disk.blocks import lay_out, scratch, write_whole
 from kvferry.store.disk.encoded import encode_job, lay_out_encoded
 from kvferry.store.disk.entries import DiskEntry, Reservation
 from kvferry.store.disk.files import DIRECT, NO_DIRECT, is_gone, reason_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Final
 
-from kvferry.core.buffers import copy_into, page_aligned, total_nbytes
+from kvferry.core.buffers import address_of, copy_into, page_aligned, total_nbytes
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import TierError
 from kvferry.store.problems import Problems
@@ -16,7 +16,7 @@ from kvferry.store.remote.backend import Answer, Backend, Done, Get, Listed, Put
 from kvferry.store.remote.manifest import MAX_MANIFEST_NBYTES
 from kvferry.store.remote.mooncake.client import give_client_back, take_client
 from kvferry.store.remote.mooncake.library import Library
-from kvferry.store.remote.mooncake.memory import Spans, address_of, gathered, spans_of
+from kvferry.store.remote.mooncake.memory import Spans, gathered, spans_of
 from kvferry.store.remote.mooncake.options import MooncakeOptions
 from kvferry.store.remote.payload import Received
 from kvferry.store.remote.requests import Requests

@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
-from kvferry.core.buffers import Buf, as_bytes_view, page_aligned
+from kvferry.core.buffers import Buf, address_of, as_bytes_view, page_aligned
 from kvferry.core.errors import TierError
 from kvferry.core.segments import is_segment
 from kvferry.store.remote.mooncake.library import Library
@@ -31,11 +29,6 @@ class Spans(NamedTuple):
     addresses: list[int]
     sizes: list[int]
     held: list[memoryview]
-
-
-def address_of(view: memoryview) -> int:
-    """Where a flat view of bytes begins; also of one that is read-only."""
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def spans_of(views: Iterable[memoryview]) -> Spans:
