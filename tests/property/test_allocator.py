@@ -23,7 +23,7 @@ def model_runs(owner: list[int | None]) -> list[tuple[int, int]]:
     return runs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS)
 def test_against_a_model(steps: list[tuple[bool, int, int]]) -> None:
     allocator = PageAllocator(PAGES)
@@ -54,7 +54,7 @@ def test_against_a_model(steps: list[tuple[bool, int, int]]) -> None:
     assert allocator.runs() == [(0, PAGES)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(STEPS, st.lists(st.integers(min_value=1, max_value=6), min_size=80, max_size=80))
 def test_many_at_once_are_those_of_single_calls(
     steps: list[tuple[bool, int, int]], counts: list[int]

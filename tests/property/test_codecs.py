@@ -65,7 +65,7 @@ def encoded(text: str, layer: LayerSpec, data: ByteArray, kernels: str) -> tuple
 
 @pytest.mark.parametrize("reader", KERNELS)
 @pytest.mark.parametrize("writer", KERNELS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(slices(), LOSSLESS)
 def test_lossless(writer: str, reader: str, given_slices: tuple[LayerSpec, ByteArray], text: str) -> None:
     layer, data = given_slices
@@ -78,7 +78,7 @@ def test_lossless(writer: str, reader: str, given_slices: tuple[LayerSpec, ByteA
 
 
 @pytest.mark.parametrize("writer", KERNELS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(slices(), LOSSY)
 def test_lossy(writer: str, given_slices: tuple[LayerSpec, ByteArray], text: str) -> None:
     layer, data = given_slices

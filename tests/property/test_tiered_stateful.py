@@ -466,16 +466,14 @@ class EncodedMachine(DiskMachine):
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-def _run(machine: type[StoreMachine], examples: int, steps: int) -> None:
+def _run(machine: type[StoreMachine], examples: int, steps: int, *, derandomize: bool) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=CHECKS,
-            print_blob=True,
-            database=None,
+            derandomize=derandomize,
         ),
     )
 
@@ -484,7 +482,7 @@ def _run(machine: type[StoreMachine], examples: int, steps: int) -> None:
     ("machine", "examples"), [(StoreMachine, 60), (DiskMachine, 20), (EncodedMachine, 15)]
 )
 def test_a_tiered_store_agrees_with_the_model(machine: type[StoreMachine], examples: int) -> None:
-    _run(machine, examples, 30)
+    _run(machine, examples, 30, derandomize=True)
 
 
 @pytest.mark.soak
@@ -493,4 +491,4 @@ def test_a_tiered_store_agrees_with_the_model(machine: type[StoreMachine], examp
 def test_a_tiered_store_agrees_with_the_model_for_long(machine: type[StoreMachine]) -> None:
     StoreMachine.steps = 0
     while StoreMachine.steps < 20_000:
-        _run(machine, 200, 60)
+        _run(machine, 200, 60, derandomize=False)

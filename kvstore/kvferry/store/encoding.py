@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvferry.codecs import CodecPipeline, decode_frame, decode_row
@@ -79,6 +79,7 @@ class TierCodec:
         allow_lossy: Whether what is stored may lose something, and what has lost something is read.
         check: How often the bound of a lossy codec is checked: ``sample`` or ``always``.
         candidates: What ``auto`` chooses from.
+        clock: Monotonic seconds, by which ``auto`` measures what encoding and decoding take.
 
     Raises:
         ConfigError: For a text that is no pipeline, or a lossy one without ``allow_lossy``.
@@ -91,6 +92,7 @@ class TierCodec:
         allow_lossy: bool = False,
         check: str = "sample",
         candidates: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if check not in _CHECKS:
             raise ConfigError(f"codec_check is {check!r}, must be one of {', '.join(_CHECKS)}")
@@ -113,7 +115,8 @@ class TierCodec:
         self.check: Final = check
         self.accepts_lossy: Final = allow_lossy
         self.lossy: Final = tuple(lossy)
-        self._choice = SerialChoice(tuple(self.pipelines), clock=time.monotonic)
+        self._choice = SerialChoice(tuple(self.pipelines), clock=clock)
+        self._clock: Final = clock
         self._names = {_stages(pipeline): name for name, pipeline in self.pipelines.items()}
         self._lock = threading.Lock()
         self._specs: OrderedDict[bytes, BlockCodec] = OrderedDict()
@@ -221,10 +224,10 @@ class TierCodec:
                 self.count({"codec_kept_blocks": 1} if self.pipelines else {})
                 return None
             name = RAW
-        began = time.monotonic()
+        began = self._clock()
         found = codec.encode(data, name, deadline)
         if self.adaptive and name != RAW:
-            self._learn(found, spec, time.monotonic() - began)
+            self._learn(found, spec, self._clock() - began)
         if len(found.data) > most and not lossy:
             self.count({"codec_kept_blocks": 1})
             return None
@@ -276,7 +279,7 @@ class TierCodec:
 
     def _decode(self, data: memoryview, spec: KVSpec, into: memoryview, deadline: float) -> bool:
         """Whether it has lost something; not decoded to the end if that is not allowed."""
-        at, lossy, began = 0, False, time.monotonic()
+        at, lossy, began = 0, False, self._clock()
         stages: set[bytes] = set()
         for start in range(0, len(spec.layers), SLICES_A_CALL):
             if is_past(deadline):
@@ -294,7 +297,7 @@ class TierCodec:
         self.count({"codec_decoded_blocks": 1})
         if self.adaptive:
             for name in {self._names[each] for each in stages if each in self._names}:
-                self._choice.decoded(name, len(into), time.monotonic() - began)
+                self._choice.decoded(name, len(into), self._clock() - began)
         return lossy
 
     # ---- figures ------------------------------------------------------------------------------------
@@ -315,11 +318,11 @@ class TierCodec:
             return
         self._decodes[name] += 1
         again = _again.take(max(layer.nbytes for layer in spec.layers))
-        at, began = 0, time.monotonic()
+        at, began = 0, self._clock()
         for layer, size in zip(spec.layers, block.sizes, strict=True):
             decode_frame(block.data[at : at + size], layer, again[: layer.nbytes])
             at += aligned(size)
-        self._choice.decoded(name, nbytes, time.monotonic() - began)
+        self._choice.decoded(name, nbytes, self._clock() - began)
 
     def count(self, numbers: Mapping[str, int]) -> None:
         """Add to counters."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import ipaddress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.address import Address, parse_url, same_place
@@ -147,7 +147,6 @@ def test_unknown_option_is_refused_with_the_nearest() -> None:
         parse_url("inproc://x?zzz=1", options=())
 
 
-@settings(deadline=None)
 @given(st.ip_addresses(v=6), st.integers(0, 65535))
 def test_every_ipv6_address_goes_through(host: ipaddress.IPv6Address, port: int) -> None:
     for text in (str(host), host.exploded, f"[{host}]:{port}", f"tcp://[{host}]:{port}"):
@@ -157,7 +156,6 @@ def test_every_ipv6_address_goes_through(host: ipaddress.IPv6Address, port: int)
         assert parse_url(found.url) == found
 
 
-@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:

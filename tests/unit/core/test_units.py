@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import ConfigError
@@ -117,7 +117,6 @@ def test_format_nbytes(nbytes: int, text: str) -> None:
     assert format_nbytes(nbytes) == text
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**60))
 def test_formatted_sizes_are_read_back_close(nbytes: int) -> None:
     assert parse_nbytes(format_nbytes(nbytes)) == pytest.approx(nbytes, rel=0.006)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
 
 import pytest
 
-from kvferry.codecs.serial import SerialChoice
+from kvferry.codecs import decode_frame, decode_row
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, TierError
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
-from kvferry.store.encoding import OFF, EncodedBlock, TierCodec, most_encoded_nbytes
+from kvferry.store import encoding
+from kvferry.store.encoding import OFF, BlockCodec, EncodedBlock, TierCodec, most_encoded_nbytes
 from kvferry.store.tier import ReadOutcome
 from kvferry.testing.codecs import fill_of, kv_layer, mutations
 
@@ -230,53 +234,85 @@ def test_loss_is_announced_by_one_line(
 # ---- auto -------------------------------------------------------------------------------------------
 
 
-def stored(codec: TierCodec, rate: float, blocks: int) -> list[str]:
-    """Write and read blocks over a medium of so many bytes a second; what each was encoded by."""
-    data, names = block(PLAIN), list[str]()
-    into = memoryview(bytearray(PLAIN.block_nbytes))
-    for _ in range(blocks):
-        found = codec.encode(data, PLAIN)
-        for way in ("write", "read"):
-            for _ in range(4):  # parts of a window
-                codec.carried(way, int(rate / 100), 0.01)
-        if found is not None:
-            assert codec.decode(found.data, PLAIN, into, deadline=math.inf).outcome is ReadOutcome.HIT
-        names.append("raw" if found is None else found.encoding.codec)
-    return names
+class Costs:
+    """The clock of a codec: it moves by what encoding and decoding cost here, in seconds a byte of KV."""
+
+    ENCODE: Final = {"ebp(bits=4)": 1e-9, "ebp": 4e-9, "split": 2e-9, "int8": 1e-9}
+    DECODE: Final = 1e-9
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self._encode, self._frame, self._row = BlockCodec.encode, decode_frame, decode_row
+        costs = self
+
+        def encode(codec: BlockCodec, data: memoryview, name: str, deadline: float) -> EncodedBlock:
+            costs.now += len(data) * costs.ENCODE[name]
+            return costs._encode(codec, data, name, deadline)
+
+        monkeypatch.setattr(BlockCodec, "encode", encode)
+        monkeypatch.setattr(encoding, "decode_frame", self._decode_frame)
+        monkeypatch.setattr(encoding, "decode_row", self._decode_row)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def _decode_frame(self, frame: memoryview, layer: LayerSpec, into: memoryview) -> object:
+        self.now += layer.nbytes * self.DECODE
+        return self._frame(frame, layer, into)
+
+    def _decode_row(
+        self, row: memoryview, layers: Sequence[LayerSpec], slots: list[memoryview], *, lossless_only: bool
+    ) -> object:
+        self.now += sum(layer.nbytes for layer in layers) * self.DECODE
+        return self._row(row, layers, slots, lossless_only=lossless_only)
+
+    def stored(self, codec: TierCodec, rate: float, blocks: int) -> list[str]:
+        """Write and read blocks over a medium of so many bytes a second; what each was encoded by."""
+        data, names = block(PLAIN), list[str]()
+        into = memoryview(bytearray(PLAIN.block_nbytes))
+        for _ in range(blocks):
+            self.now += 0.1
+            found = codec.encode(data, PLAIN)
+            for way in ("write", "read"):
+                for _ in range(4):  # parts of a window
+                    codec.carried(way, int(rate / 100), 0.01)
+            if found is not None:
+                assert codec.decode(found.data, PLAIN, into, deadline=math.inf).outcome is ReadOutcome.HIT
+            names.append("raw" if found is None else found.encoding.codec)
+        return names
 
 
 @pytest.fixture
-def moving_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock for ``auto`` by which a tenth of a second passes between two looks."""
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 0.1
-        return now[0]
-
-    monkeypatch.setattr(
-        "kvferry.store.encoding.SerialChoice", lambda names, **_: SerialChoice(names, clock=clock)
-    )
+def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
+    return Costs(monkeypatch)
 
 
-@pytest.mark.usefixtures("moving_clock")
-def test_auto_encodes_for_a_slow_medium_and_not_for_a_fast_one() -> None:
-    slow, fast = TierCodec("auto"), TierCodec("auto")
-    chosen = stored(slow, 1e6, 60)[-20:]
-    assert chosen.count("raw") == 0
-    assert not {"int8"} & set(chosen)
-    assert stored(fast, 1e13, 60)[-20:].count("raw") > 15  # but for a trial now and then
+def test_auto_encodes_for_a_slow_medium_and_not_for_a_fast_one(costs: Costs) -> None:
+    slow, fast = TierCodec("auto", clock=costs), TierCodec("auto", clock=costs)
+    chosen = costs.stored(slow, 1e6, 60)
+    assert set(chosen[-20:]) <= {"ebp(bits=4)", "ebp", "split"}
+    assert max(Counter(chosen[-20:]).values()) > 15  # but for a trial now and then
+    assert costs.stored(fast, 1e13, 60)[-20:].count("raw") > 15
     assert "link" in slow.status()["codec"]
     counted = slow.counters()
-    assert sum(n for name, n in counted.items() if name.startswith("codec_auto_")) == 60
-    assert counted[f"codec_auto_{chosen[-1]}"] >= 10
+    names = {name: n for name, n in counted.items() if name.startswith("codec_auto_")}
+    assert names == {f"codec_auto_{name}": n for name, n in Counter(chosen).items()}
     assert counted["codec_switches"] >= 1
-    assert stored(slow, 1e13, 60)[-20:].count("raw") > 15  # it became faster
+    assert costs.stored(slow, 1e13, 60)[-20:].count("raw") > 15  # it became faster
 
 
-@pytest.mark.usefixtures("moving_clock")
-def test_auto_takes_a_lossy_codec_only_where_that_is_allowed() -> None:
-    codec = TierCodec("auto", allow_lossy=True)
-    assert "int8" in stored(codec, 1e6, 60)[-5:]
+def test_auto_weighs_what_codecs_take(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that encodes for nothing is taken, whatever others do to the size; none where decoding is slow."""
+    monkeypatch.setattr(Costs, "ENCODE", dict.fromkeys(Costs.ENCODE, 1e-6) | {"ebp": 1e-11})
+    monkeypatch.setattr(Costs, "DECODE", 1e-11)
+    chosen = costs.stored(TierCodec("auto", clock=costs), 1e9, 60)
+    assert chosen[-20:].count("ebp") > 15
+    monkeypatch.setattr(Costs, "DECODE", 1e-6)
+    assert costs.stored(TierCodec("auto", clock=costs), 1e9, 60)[-20:].count("raw") > 15
+
+
+def test_auto_takes_a_lossy_codec_only_where_that_is_allowed(costs: Costs) -> None:
+    codec = TierCodec("auto", allow_lossy=True, clock=costs)
+    assert costs.stored(codec, 1e6, 60)[-20:].count("int8") > 15
     with pytest.raises(ConfigError, match="int8 is lossy"):
         TierCodec("auto", candidates=("int8",))

@@ -141,7 +141,7 @@ def test_more_blocks_in_one_call_than_memory_has_is_refused_at_once(make_store: 
 runs = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=25)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     runs=runs,
     write=st.sampled_from((WriteThrough, OnEvict)),

@@ -160,7 +160,7 @@ _TENSORS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     layers=st.lists(_TENSORS, min_size=1, max_size=4),
     block_tokens=st.integers(1, 20),

@@ -88,7 +88,7 @@ def test_table_of_numbers_covers_exactly_the_messages() -> None:
 # ---- splitting and damage --------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_split_of_the_stream_gives_the_same_events(data: st.DataObject, wire: Any) -> None:
     client, server = wire.shaken()
