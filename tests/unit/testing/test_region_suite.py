@@ -113,7 +113,7 @@ class BrokenRegions(RegionTransport):
             raise
 
     def _spin(self) -> None:
-        until = time.monotonic() + 1
+        until = time.monotonic() + 60  # it ends when it is closed, so that a slow machine sees it too
         while not self._spinning.is_set() and time.monotonic() < until:
             pass
 
