@@ -14,6 +14,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk import DiskTier
 from kvferry.store.disk.leftovers import Leftovers
+from kvferry.store.encoding import TierCodec
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.store.tiered import TieredStore
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
@@ -201,6 +202,31 @@ def test_corrupt_files_that_cannot_be_put_away_go_later(make_tier: MakeTier, fol
         assert len(stored_files(folder)) == 2
     wait_until(lambda: not stored_files(folder))
     wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
+
+
+@pytest.mark.parametrize("codec", ["off", "zstd"])
+def test_a_block_removed_and_stored_anew_while_it_is_read_is_not_corrupt(
+    make_tier: MakeTier, codec: str
+) -> None:
+    """The reader finds the new file, which says another parent than the block that it was sent for."""
+    files = FaultyFiles()
+    tier = make_tier(files, codec=TierCodec(codec))
+    space = opened(tier, SPEC)
+    keys = chain(space, 1, 2)
+    write(tier, space, keys)
+    found: list[ReadOutcome] = []
+    reader = threading.Thread(target=lambda: found.extend(outcomes(read(tier, space, keys[1:]))))
+    with files.stalling("open_read") as begun:
+        reader.start()
+        assert begun.wait(20)
+        assert remove(tier, space, keys[1:]) == [True]
+        assert write_outcomes(write(tier, space, keys[1:])) == [STORED]  # without a parent
+    reader.join(20)
+    assert found == [ReadOutcome.MISS]
+    assert outcomes(read(tier, space, keys[1:])) == [ReadOutcome.HIT]
+    usage = tier.usage()
+    assert (usage.quarantined_nbytes, usage.healthy) == (0, True)
+    assert not {"corrupt", "corrupt_reads"} & {name for name, count in usage.counters.items() if count}
 
 
 def test_a_write_that_failed_late_leaves_no_block(make_tier: MakeTier, folder: Path) -> None:

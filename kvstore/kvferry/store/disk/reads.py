@@ -229,8 +229,10 @@ def _compare_places(block: BlockRead, entry: DiskEntry, stored: Stored) -> None:
 
 
 def _corrupt(state: DiskState, entry: DiskEntry, reason: str) -> ReadResult:
-    state.quarantine(entry, reason)
-    return ReadResult(ReadOutcome.CORRUPT, reason)
+    if state.quarantine(entry, reason):
+        return ReadResult(ReadOutcome.CORRUPT, reason)
+    # removed meanwhile, and what was read may be of the block written since; or another reader was first
+    return ReadResult(ReadOutcome.MISS, "the block was removed while it was read")
 
 
 def _failed(state: DiskState, entry: DiskEntry, root: Root, error: OSError) -> ReadResult:

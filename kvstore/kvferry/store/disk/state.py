@@ -108,10 +108,10 @@ class DiskState:
         """As :meth:`check_vanished`, once in a while: cheap enough for every write."""
         return root.is_due() and self.check_vanished(root)
 
-    def quarantine(self, entry: DiskEntry, reason: str) -> None:
-        """Forget a corrupt block and put its file out of the way."""
+    def quarantine(self, entry: DiskEntry, reason: str) -> bool:
+        """Forget a corrupt block and put its file out of the way; whether it was held until now."""
         if not self.index.discard(entry):
-            return  # another reader was first
+            return False
         root, freed = self.roots[entry.root], 0
         try:
             folder = root.folder(entry.index.tenant, entry.index.namespace_id, entry.key)
@@ -128,6 +128,7 @@ class DiskState:
                 self.wake()
         self.count(("corrupt",))
         self.problems.incident("corrupt block", f"{entry.key.hex()[:16]}… in {root.path}: {reason}")
+        return True
 
     def unlink(self, entry: DiskEntry) -> None:
         """Remove the file of a discarded entry; it is fine if there is none, or its directory is down.
