@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvferry.core.arena import ArenaMap, Slot
-from kvferry.core.buffers import PAGE_NBYTES
+from kvferry.client.blocks import MappedBlocks, OwnBlocks, StagedBlocks
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError, LeaseExpiredError, StoreError, TransportError, UnavailableError
 from kvferry.core.keys import BlockKey
@@ -26,68 +25,11 @@ from kvferry.wire import daemon_messages as d
 if TYPE_CHECKING:
     from kvferry.client.link import Link
 
-__all__ = ["ClientReadLease", "ClientWriteLease", "MappedBlocks", "OwnBlocks"]
+__all__ = ["ClientReadLease", "ClientWriteLease"]
 
 log = logging.getLogger(__name__)
 
 _NEVER = float("inf")
-
-
-class MappedBlocks:
-    """Blocks in the mapped memory of the daemon.
-
-    Args:
-        arena: The map that holds all of the slots.
-        slots: As they came: segment, offset and generation of each, as little-endian u64.
-        block_nbytes: Bytes of each.
-    """
-
-    __slots__ = ("_arena", "_block_nbytes", "_words")
-
-    def __init__(self, arena: ArenaMap, slots: bytes, block_nbytes: int) -> None:
-        self._arena = arena
-        self._words: Sequence[int] = np.frombuffer(slots, "<u8").tolist()
-        self._block_nbytes = block_nbytes
-
-    def view(self, index: int) -> memoryview:
-        """The bytes of one."""
-        segment, offset, generation = self._words[3 * index : 3 * index + 3]
-        return self._arena.view(Slot(segment, offset, self._block_nbytes, generation))
-
-    def stale(self) -> int | None:
-        """The first whose slot was freed since."""
-        return self._arena.first_stale_words(self._words)
-
-
-class OwnBlocks:
-    """Blocks in memory of this process, one behind the other, each on a page."""
-
-    __slots__ = ("_block_nbytes", "_memory", "_step")
-
-    def __init__(self, memory: memoryview, block_nbytes: int) -> None:
-        self._memory = memory
-        self._block_nbytes = block_nbytes
-        self._step = self.step(block_nbytes)
-
-    @staticmethod
-    def step(block_nbytes: int) -> int:
-        """Bytes from one block to the next."""
-        return -(-block_nbytes // PAGE_NBYTES) * PAGE_NBYTES
-
-    def view(self, index: int) -> memoryview:
-        """The bytes of one."""
-        start = index * self._step
-        return self._memory[start : start + self._block_nbytes]
-
-    def views(self, count: int) -> list[memoryview]:
-        """The first ``count``, as few views as there can be."""
-        if self._step == self._block_nbytes:
-            return [self._memory[: count * self._step]]
-        return [self.view(index) for index in range(count)]
-
-    def stale(self) -> int | None:
-        """None: nobody else has this memory."""
-        return None
 
 
 class _ClientLease:
@@ -288,7 +230,7 @@ class ClientWriteLease(_ClientLease):
         Raises:
             KVFerryError: As :meth:`commit`.
         """
-        if isinstance(self._blocks, OwnBlocks):
+        if type(self._blocks) is OwnBlocks:
             return self._commit(deadline, 0, [sources[key] for key in self.keys])[0]
         for index, key in enumerate(self.keys):  # past the caches where that pays
             stream_into(np.frombuffer(self.view(index), np.uint8), 0, sources[key])
@@ -365,12 +307,16 @@ class ClientWriteLease(_ClientLease):
             raise
 
     def _ask_commit(self, deadline: float, publish: int, payload: Sequence[memoryview]) -> tuple[int, float]:
-        if not payload and isinstance(self._blocks, OwnBlocks):
-            payload = self._blocks.views(len(self))
+        blocks = self._blocks
         with self._link.line(deadline, epoch=self.epoch) as line:
+            staged: bytes | msgspec.UnsetType = msgspec.UNSET
+            if isinstance(blocks, StagedBlocks) and line.has_staging(self._link.staging, deadline):
+                staged = blocks.offsets(len(self))
+            elif not payload and isinstance(blocks, OwnBlocks):
+                payload = blocks.views(len(self))
             request = d.CommitBlocks(
                 lease=self.number, timeout_s=max(0.0, deadline - time.monotonic()), publish=publish,
-                lossy=tuple(sorted(self.lossy)) or msgspec.UNSET,
+                lossy=tuple(sorted(self.lossy)) or msgspec.UNSET, staged=staged,
                 ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
             answer = line.channel.call(request, d.Stored, payload=payload, deadline=deadline)

@@ -11,35 +11,30 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Final, Protocol, TypeVar
+from dataclasses import replace
+from typing import Final, Protocol
 
+from kvferry.client.line import Line
 from kvferry.client.memory import RecycledMemory
 from kvferry.client.options import ClientCounters, ClientOptions
+from kvferry.client.staging import Staging
 from kvferry.client.token import shown_token
 from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import (
     KVFerryError,
     LeaseExpiredError,
-    ProtocolError,
     StoreError,
     TransferTimeoutError,
     UnavailableError,
-    error_from_code,
 )
 from kvferry.wire import daemon_messages as d
 from kvferry.wire.channel import Channel
-from kvferry.wire.incoming import Incoming
-from kvferry.wire.messages import Failure, Message
-from kvferry.wire.options import ChannelOptions, Peer
-from kvferry.wire.printable import printable
+from kvferry.wire.options import ChannelOptions
 from kvferry.wire.shared_arena import SHARED_ARENA, SharedArena, can_share_arena
 
-__all__ = ["GRACE_S", "Line", "Link"]
+__all__ = ["GRACE_S", "Link"]
 
 log = logging.getLogger(__name__)
-
-M = TypeVar("M", bound=Message)
 
 GRACE_S: Final = 0.1
 """What a call may take whose deadline is past, or nearer than that: one question and its answer."""
@@ -55,80 +50,6 @@ class Ending(Protocol):
     """A lease that the link ends when it is closed."""
 
     number: int
-
-
-@dataclass(eq=False)
-class Line:
-    """One connection. Used by one thread at a time.
-
-    Attributes:
-        link: Whose it is.
-        channel: It.
-        epoch: The run of the daemon at its other end.
-        shares: Whether blocks are exchanged by address.
-        opened: Namespaces opened on it, by id and whether lossy blocks are taken.
-        ended: Leases whose end was sent with the request under way.
-        abandoned: The same of those whose answer never came.
-    """
-
-    link: Link
-    channel: Channel
-    shares: bool
-    opened: dict[tuple[bytes, bool], d.NamespaceOpened] = field(default_factory=dict)
-    ended: tuple[int, ...] = ()
-    abandoned: tuple[int, ...] = ()
-    idle_since: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.epoch = self.channel.peer.epoch
-        self._shift = _clock_shift(self.channel.peer)
-        self._asked = 1 << 32  # apart from the numbers that the channel gives by itself
-
-    def take_ended(self) -> tuple[int, ...]:
-        """Leases whose end goes with the next request."""
-        if self.link.has_ends:
-            self.ended += self.link.take_ended()
-        return self.ended
-
-    def take_abandoned(self) -> tuple[int, ...]:
-        """The same of those whose answer never came."""
-        if self.link.has_ends:
-            self.abandoned += self.link.take_abandoned()
-        return self.abandoned
-
-    def local(self, moment: float) -> float:
-        """A deadline on the daemon's clock as one of ours, rather too early than too late."""
-        return moment - self._shift
-
-    def call(self, message: Message, reply: type[M], deadline: float) -> M:
-        """:meth:`Channel.call`."""
-        return self.channel.call(message, reply, deadline=deadline)
-
-    def ask(self, message: Message, reply: type[Message], deadline: float) -> Incoming:
-        """The answer to ``message``, a ``reply`` whose payload is still to be received.
-
-        Raises:
-            KVFerryError: As :meth:`Channel.call`.
-        """
-        self._asked += 1
-        self.channel.send(message, deadline=deadline, request_id=self._asked)
-        incoming = self.channel.receive(deadline)
-        found = incoming.message
-        if isinstance(found, Failure):
-            raise error_from_code(found.code, f"{self.channel.address}: {printable(found.message, 4000)}")
-        if not isinstance(found, reply) or incoming.request_id != self._asked:
-            raise self.wrong(f"answered with {type(found).__name__} where {reply.__name__} was due")
-        return incoming
-
-    def wrong(self, what: str) -> ProtocolError:
-        """What is raised when the daemon broke the protocol; the connection is aborted."""
-        self.channel.abort()
-        return ProtocolError(f"{self.channel.address}: {what}", remote=True)
-
-
-def _clock_shift(peer: Peer) -> float:
-    same = abs(peer.clock_offset) <= peer.clock_error  # processes of one host share the clock
-    return 0.0 if same else peer.clock_offset + peer.clock_error
 
 
 class Link:
@@ -150,6 +71,7 @@ class Link:
         self.session = options.session or f"client-{secrets.token_hex(12)}"
         self.arena = SharedArena(options.max_mapped_nbytes)
         self.memory = RecycledMemory(options.kept_nbytes)
+        self.staging = Staging(options.staging_nbytes if options.share_memory else 0)
         self.leases: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()
         self.closed = False
         self._token = shown_token(url, options)
@@ -468,4 +390,5 @@ class Link:
         if self._thread is not threading.current_thread():
             self._thread.join(self.options.connect_timeout_s + _FLUSH_S + 1)
         self.arena.close()
+        self.staging.close()
         self.memory.clear()

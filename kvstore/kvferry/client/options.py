@@ -31,6 +31,9 @@ class ClientOptions:
         last_pause_s: See ``first_pause_s``.
         max_mapped_nbytes: Most bytes of the daemon's memory to map; that of the machine if not given.
         kept_nbytes: Memory kept for blocks that come over a connection.
+        staging_nbytes: Most memory for what is saved on the daemon's machine where its memory may not be
+            written (``daemon.arena=copy``): blocks are put there, and the daemon copies them. What finds no
+            room is sent.
         share_memory: Whether to use the daemon's memory where both are on one machine.
         role: What this end says it is; ``peer`` where it is a daemon itself.
     """
@@ -47,6 +50,7 @@ class ClientOptions:
     last_pause_s: float = 0.5
     max_mapped_nbytes: int | None = None
     kept_nbytes: int = 256 << 20
+    staging_nbytes: int = 64 << 20
     share_memory: bool = True
     role: str = "client"
 
@@ -55,6 +59,7 @@ class ClientOptions:
             require_number(name, cast("float", getattr(self, name)), above=0)
         require_whole("max_connections", self.max_connections, least=1)
         require_whole("kept_nbytes", self.kept_nbytes, least=0)
+        require_whole("staging_nbytes", self.staging_nbytes, least=0)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TypeVar
 
-from kvferry.client.link import Line, Link
+from kvferry.client.line import Line
+from kvferry.client.link import Link
 from kvferry.client.options import ClientOptions
 from kvferry.core.clock import time_left
 from kvferry.core.errors import (

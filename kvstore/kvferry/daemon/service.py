@@ -29,6 +29,7 @@ from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.segments import Slot
 from kvferry.core.write_leases import SlotWriteLease
 from kvferry.daemon.peer_requests import has_blocks, read_blocks, remove_blocks, write_blocks
+from kvferry.daemon.staging import Staging
 from kvferry.daemon.verbs import require_leave, verb_of
 from kvferry.wire import daemon_messages as d
 from kvferry.wire.channel import Channel
@@ -78,6 +79,10 @@ class Service:
         self._pid = (channel.peer_pid or 0) if can_share_arena(channel) else 0
         may_read, may_write = grant.allows("read"), grant.allows("read") and grant.allows("write")
         self._shares = self._pid > 0 and (may_write if self._arena.shared else may_read)
+        self._fills = self._shares and self._arena.shared
+        """Whether this client writes slots itself; who does not stages what it saves, or sends it."""
+        stages = can_share_arena(channel) and grant.allows("write") and not self._fills
+        self._staging = Staging(channel, may_stage=stages)
         self._offer = ArenaOffer(channel, store.arena, may_write=may_write)
         self._namespaces: list[MemoryNamespace] = []
         self._by_id: dict[tuple[bytes, bool], int] = {}  # by id, and whether it takes lossy blocks
@@ -125,6 +130,9 @@ class Service:
                 require_leave(self._grant, message)
                 if isinstance(message, AttachArena):
                     self._attach(incoming)
+                    return True
+                if isinstance(message, d.OfferStaging):
+                    self._staging.take(message, incoming)
                     return True
                 reply = self._reply_to(incoming)
         except KVFerryError as error:
@@ -189,8 +197,9 @@ class Service:
                 namespace=number,
                 lease_s=self._node.lease_s,
                 shared=shares,
-                writable=shares and self._arena.shared,
+                writable=self._fills,
                 lossless=msgspec.UNSET if takes_lossy else True,
+                stages=True if self._staging.may_stage else msgspec.UNSET,
             )
         )
 
@@ -297,7 +306,7 @@ class Service:
             keys, parent=parent, deadline=deadline_in(message.timeout_s)
         )
         self._session.add(message.lease, lease)
-        inline = message.inline or not (self._shares and self._arena.shared)
+        inline = message.inline or not self._fills
         return Reply(
             d.Reserved(
                 blocks=len(lease),
@@ -315,7 +324,9 @@ class Service:
             if max(message.lossy) >= len(lease):
                 raise ProtocolError(f"{self._channel.address}: no block {max(message.lossy)}", remote=True)
             lease.mark_lossy(message.lossy)
-        if incoming.payload_nbytes:
+        if message.staged is not msgspec.UNSET:
+            self._staging.copy(lease, message.staged)
+        elif incoming.payload_nbytes:
             wanted = len(lease) * lease.spec.block_nbytes
             if incoming.payload_nbytes != wanted:
                 raise ProtocolError(

@@ -21,6 +21,7 @@ _NAMES: Final[dict[type[Message], str]] = {
     d.ReserveBlocks: "reserve",
     d.CommitBlocks: "commit",
     d.SaveBlocks: "save",
+    d.OfferStaging: "stage",
     d.EndLeases: "end_leases",
     d.QuarantineLease: "quarantine",
     d.RenewLease: "renew",
@@ -42,11 +43,14 @@ _RIGHTS: Final[dict[type[Message], Right]] = {
     d.ReserveBlocks: "write",
     d.CommitBlocks: "write",
     d.SaveBlocks: "write",
+    d.OfferStaging: "write",
     d.QuarantineLease: "write",
     d.FlushStore: "write",
     d.WritePeer: "write",
 }
-_UNMETERED: Final = (d.CommitBlocks, d.EndLeases, d.QuarantineLease, d.RenewLease, AttachArena, Ping)
+_UNMETERED: Final = (
+    d.CommitBlocks, d.OfferStaging, d.EndLeases, d.QuarantineLease, d.RenewLease, AttachArena, Ping,
+)  # fmt: skip
 """What ends or keeps what was begun: to refuse it would only hold more for longer."""
 _READING: Final = ("prefetch", "has", "read")
 

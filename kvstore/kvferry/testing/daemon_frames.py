@@ -51,6 +51,7 @@ def daemon_frames(spec: KVSpec, scope: KeyScope) -> list[tuple[Message, bytes]]:
         (d.PeerBlocks(asked=2, keys=keys[:32], **of_one, expires_at=30.5), bytes(range(128))),
         (d.WritePeer(namespace=1, keys=keys[:32], **of_one, timeout_s=1.5), bytes(range(128))),
         (d.PeerMarks(marks=b"\x01\x00"), b""),
+        (d.OfferStaging(nbytes=1 << 26), b""),
     ]  # fmt: skip
 
 

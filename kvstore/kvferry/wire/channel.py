@@ -444,6 +444,15 @@ class Channel(ChannelState):
         finally:
             self._receive_lock.release()
 
+    def send_descriptors(self, descriptors: Sequence[int], deadline: float) -> None:
+        """Pass descriptors that the peer is waiting for with :meth:`receive_descriptors`.
+
+        Raises as :meth:`SharedMemoryConnection.send_descriptors`; the connection is aborted then.
+        """
+        memory = self._memory()
+        with self._send_lock, self._frame():
+            memory.send_descriptors(descriptors, deadline)
+
     def holds_payload_of(self, incoming: Incoming) -> bool:
         """Whether the payload of ``incoming`` is the next thing in the connection."""
         return self._pending is incoming

@@ -36,6 +36,7 @@ __all__ = [
     "LookedUp",
     "LookupBlocks",
     "NamespaceOpened",
+    "OfferStaging",
     "OpenNamespace",
     "PeerBlocks",
     "PeerMarks",
@@ -98,7 +99,8 @@ class NamespaceOpened(Message, frozen=True, tag="namespace_opened"):
     """``namespace`` names it in requests of this connection.
 
     ``shared``: slots may be asked for by address, in segments that this connection may attach to.
-    ``writable``: those of write leases too. ``lossless``: as it was asked for.
+    ``writable``: those of write leases too. ``lossless``: as it was asked for. ``stages``: what is saved
+    may lie in staging memory of the client (:class:`OfferStaging`).
     """
 
     namespace: Count
@@ -106,6 +108,17 @@ class NamespaceOpened(Message, frozen=True, tag="namespace_opened"):
     shared: bool = False
     writable: bool = False
     lossless: bool | msgspec.UnsetType = msgspec.UNSET
+    stages: bool | msgspec.UnsetType = msgspec.UNSET
+
+
+class OfferStaging(Request, frozen=True, kw_only=True, tag="offer_staging"):
+    """Memory of the client out of which the daemon copies blocks that are committed on this connection.
+
+    Answered by :class:`Done`; then the client passes one descriptor, that of a memfd of at least ``nbytes``
+    bytes which cannot shrink, and hears :class:`Done` again once the daemon has mapped it.
+    """
+
+    nbytes: Word
 
 
 class LookupBlocks(Request, frozen=True, kw_only=True, tag="lookup_blocks"):
@@ -179,6 +192,9 @@ class Reserved(Message, frozen=True, tag="reserved"):
 class CommitBlocks(Request, frozen=True, kw_only=True, tag="commit_blocks"):
     """Publish the blocks of a write lease. Payload: their bytes, unless they are in their slots already.
 
+    They may lie in the staging memory of the connection too: ``staged`` says where each begins, as
+    little-endian u64, in order.
+
     With ``publish``, a number for it, a read lease on all of them begins at the same moment. ``lossy`` are
     the numbers of the blocks that are not what the tokens alone give: a lossy codec brought them, or they
     were computed behind a block that has lost something.
@@ -188,6 +204,7 @@ class CommitBlocks(Request, frozen=True, kw_only=True, tag="commit_blocks"):
     timeout_s: Seconds
     publish: Word = 0
     lossy: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
+    staged: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
 class SaveBlocks(Request, frozen=True, kw_only=True, tag="save_blocks"):
@@ -359,5 +376,5 @@ DaemonMessage: TypeAlias = (
     OpenNamespace | NamespaceOpened | LookupBlocks | LookedUp | LoadBlocks | Loaded | ReserveBlocks
     | Reserved | CommitBlocks | SaveBlocks | Stored | EndLeases | QuarantineLease | RenewLease
     | LeaseRenewed | FindLease | FoundLease | BlockVerb | FlushStore | Done | GetStats | StoreStats
-    | PollStore | Completions | AskPeer | PeerBlocks | WritePeer | PeerMarks
+    | PollStore | Completions | AskPeer | PeerBlocks | WritePeer | PeerMarks | OfferStaging
 )  # fmt: skip

@@ -86,6 +86,7 @@ TYPE_NUMBERS: Final[Mapping[type[Message], int]] = MappingProxyType(
         d.PeerBlocks: 89,
         d.WritePeer: 90,
         d.PeerMarks: 91,
+        d.OfferStaging: 92,
     }
 )
 NUMBERS: Final[dict[type[Message], int]] = dict(TYPE_NUMBERS)  # asked for every frame: faster than the proxy
