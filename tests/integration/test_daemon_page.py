@@ -56,7 +56,7 @@ def load(client: Client, number: int) -> None:
     keys = ns.keys([number] * 8 * SPEC.block_tokens)
     save_blocks(ns, keys)
     assert ns.lookup(keys).prefix == 8
-    ns.load(keys, deadline=deadline_in(5)).release()
+    ns.load(keys, deadline=deadline_in(20)).release()
 
 
 def width_over(page: Page) -> int:

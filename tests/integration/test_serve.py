@@ -108,9 +108,9 @@ def test_it_drains_and_writes_what_is_not_on_disk_yet(tmp_path: Path) -> None:
             ns = client.namespace(SPEC)
             keys = ns.keys([1] * 9 * SPEC.block_tokens)
             save_blocks(ns, keys[:8])
-            lease = ns.reserve(keys[8:], parent=keys[7], deadline=deadline_in(5))
+            lease = ns.reserve(keys[8:], parent=keys[7], deadline=deadline_in(20))
             daemon.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: not len(ns.load(keys, deadline=deadline_in(5))))
+            wait_until(lambda: not len(ns.load(keys, deadline=deadline_in(20))))
             with pytest.raises((OverloadedError, UnavailableError)):
                 save_blocks(ns, ns.keys([2] * SPEC.block_tokens))
             assert lease.commit() == 1
@@ -125,12 +125,12 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         url = daemon.wait_ready()["listen"]
         with Client(url) as client:
             ns = client.namespace(SPEC)
-            lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(5))
+            lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(20))
             daemon.process.send_signal(signal.SIGTERM)
             wait_until(lambda: "second signal" in daemon.err)
             assert daemon.process.poll() is None
             daemon.process.send_signal(signal.SIGTERM)
-            assert daemon.wait(10) == 1
+            assert daemon.wait(20) == 1
             with pytest.raises(KVFerryError):
                 lease.commit()
 

@@ -270,11 +270,11 @@ def test_a_stream_that_never_starts_is_given_up_at_its_deadline(split: SplitDepl
     message = Generate(
         request="r", stream="never", prompt_tokens=100, sampling=SamplingParams(), kv_timeout_s=0.5
     )
-    ready = channel.call(message, GenerateReady, deadline=deadline_in(10))
+    ready = channel.call(message, GenerateReady, deadline=deadline_in(20))
     assert ready.kv_address == split.addresses["kv"]
     assert split.status("decode").free_blocks < split.status("decode").total_blocks
     with pytest.raises(TransferTimeoutError, match="no prefill worker opened it"):
-        channel.expect(Finished, deadline_in(10))
+        channel.expect(Finished, deadline_in(20))
     channel.close()
     assert time.monotonic() - started < 0.5 + SLACK_S
     split.wait_idle(SLACK_S)
@@ -284,9 +284,9 @@ def test_a_stream_that_never_starts_is_given_up_at_its_deadline(split: SplitDepl
 def test_a_request_given_up_before_its_kv_came_holds_nothing(split: SplitDeployment, how: str) -> None:
     channel = split.channel("decode")
     message = Generate(request="r", stream=f"given up {how}", prompt_tokens=100, sampling=SamplingParams())
-    channel.call(message, GenerateReady, deadline=deadline_in(10))
+    channel.call(message, GenerateReady, deadline=deadline_in(20))
     if how == "cancel":
-        channel.send(Cancel(), deadline=deadline_in(10))
+        channel.send(Cancel(), deadline=deadline_in(20))
         incoming = channel.receive(deadline_in(SLACK_S))
         assert isinstance(incoming.message, Failure)
         assert incoming.message.code == "cancelled"
@@ -299,12 +299,12 @@ def test_cancelling_a_generation_ends_it_with_its_figures(split: SplitDeployment
     prompt = prompt_of(40, seed=21)
     sampling = SamplingParams(max_tokens=500)
     message = Generate(request="r", stream="cut short", prompt_tokens=40, sampling=sampling)
-    ready = channel.call(message, GenerateReady, deadline=deadline_in(10))
+    ready = channel.call(message, GenerateReady, deadline=deadline_in(20))
     prefill = Prefill(request="r", stream="cut short", kv_address=ready.kv_address, sampling=sampling)
     split.call("prefill", prefill, PrefillDone, [np.asarray(prompt, "<u4")])
-    first = channel.receive(deadline_in(10)).message
+    first = channel.receive(deadline_in(20)).message
     assert isinstance(first, TokensOut)
-    channel.send(Cancel(), deadline=deadline_in(10))
+    channel.send(Cancel(), deadline=deadline_in(20))
     while isinstance(last := channel.receive(deadline_in(SLACK_S)).message, TokensOut):
         pass
     assert isinstance(last, Finished)
@@ -351,13 +351,13 @@ def test_specs_that_differ_are_refused_and_both_shown(split: SplitDeployment, ot
     sampling = SamplingParams(max_tokens=4)
     channel = split.channel("decode")
     announce = Generate(request="r", stream="mixed", prompt_tokens=20, sampling=sampling)
-    ready = channel.call(announce, GenerateReady, deadline=deadline_in(10))
+    ready = channel.call(announce, GenerateReady, deadline=deadline_in(20))
     split.addresses["other"] = other["listen"]
     prefill = Prefill(request="r", stream="mixed", kv_address=ready.kv_address, sampling=sampling)
     payload = [np.asarray(prompt_of(20), "<u4")]
     for leg in (
         lambda: split.call("other", prefill, PrefillDone, payload),
-        lambda: channel.expect(Finished, deadline_in(10)),
+        lambda: channel.expect(Finished, deadline_in(20)),
     ):
         with pytest.raises(SpecMismatchError) as refused:
             leg()

@@ -52,8 +52,8 @@ class Traffic:
             for number, views in enumerate(self._layers):
                 sender.put_layer(number, views)
             sender.finish(HANDOFF, deadline_in(60))
-        with self._end.receiver(deadline_in(10)) as receiver:
-            receiver.wait(deadline_in(10))
+        with self._end.receiver(deadline_in(20)) as receiver:
+            receiver.wait(deadline_in(20))
         self._end.namespace.clear()
 
     def __enter__(self) -> Traffic:

@@ -57,7 +57,7 @@ def _ratio(store: MemoryStore, kind: type[LayerSender], chunks: int = 1) -> floa
         channel = end.connect(f"{end.address}?rate={kv.nbytes / COMPUTE_S:.0f}B/s")
         sender = kind(channel, SPEC)
         sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(60))
-        receiver = end.receiver(deadline_in(10))
+        receiver = end.receiver(deadline_in(20))
         computing = threading.Event()  # never set: a wait on it is the time that a layer computes
         size = -(-kv.blocks // chunks)
         started = time.monotonic()
@@ -85,7 +85,7 @@ def _ratio(store: MemoryStore, kind: type[LayerSender], chunks: int = 1) -> floa
 
 def _check(receiver: LayerReceiver, kv: PromptKV) -> None:
     with receiver:
-        receiver.wait(deadline_in(10))
+        receiver.wait(deadline_in(20))
         for layer in range(LAYERS):
             for block in range(kv.blocks):
                 assert receiver.view(layer, block).tobytes() == kv.layer_bytes(layer, block)
@@ -116,8 +116,8 @@ def test_time_on_a_paced_wire_counts_the_pauses_of_small_frames(store: MemorySto
         handoff = Handoff(prompt_tokens=16, cached_tokens=0, first_token=1, sampling=SamplingParams())
         done = sender.finish(handoff, deadline_in(60))
         assert done.kv_nbytes / done.wire_s < 1.2 * kv.nbytes / seconds
-        with end.receiver(deadline_in(10)) as receiver:
-            receiver.wait(deadline_in(10))
+        with end.receiver(deadline_in(20)) as receiver:
+            receiver.wait(deadline_in(20))
         channel.close()
 
 
@@ -127,10 +127,10 @@ def test_decode_uses_layers_before_the_last_has_arrived(store: MemoryStore) -> N
         channel = end.connect()
         sender = LayerSender(channel, SPEC)
         sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(60))
-        with end.receiver(deadline_in(10)) as receiver:
+        with end.receiver(deadline_in(20)) as receiver:
             for layer in range(LAYERS):
                 sender.put_layer(layer, kv.put(layer))
-                receiver.wait_layer(layer, deadline_in(10))  # would time out if anything waited for the whole
+                receiver.wait_layer(layer, deadline_in(20))  # would time out if anything waited for the whole
                 assert receiver.view(layer, 0).tobytes() == kv.layer_bytes(layer, 0)
             sender.abort("seen enough")
         channel.close()
@@ -148,8 +148,8 @@ def _slow_stream(store: MemoryStore, kv: PromptKV, spec: KVSpec, seconds: float)
             sender.finish(handoff, deadline_in(60))
         finally:
             channel.abort()
-        with end.receiver(deadline_in(10)) as receiver:
-            receiver.wait(deadline_in(10))
+        with end.receiver(deadline_in(20)) as receiver:
+            receiver.wait(deadline_in(20))
 
 
 def test_a_stream_outlasts_the_lease_of_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:

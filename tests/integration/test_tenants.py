@@ -48,7 +48,7 @@ with Client(url, ClientOptions(token_file=token)) as client:
     keys = ns.keys(range(64))
     found = ns.lookup(keys).prefix
     save_blocks(ns, keys)
-    with ns.load(keys, deadline=deadline_in(5)) as lease:
+    with ns.load(keys, deadline=deadline_in(20)) as lease:
         views = [lease.view(index) for index in range(len(lease))]
         regions = [line.split() for line in open("/proc/self/maps")]
         marks = shared = 0
@@ -166,7 +166,7 @@ def test_a_process_of_b_finds_nothing_of_a_in_what_it_can_map(site: Site, daemon
         keys = ns.keys(range(64))
         unit = PATTERN * (SPEC.block_nbytes // len(PATTERN) + 1)
         blocks = [(key, unit[: SPEC.block_nbytes]) for key in keys]
-        assert ns.save(blocks, parent=None, deadline=deadline_in(10)) == len(keys)
+        assert ns.save(blocks, parent=None, deadline=deadline_in(20)) == len(keys)
         script = [sys.executable, "-c", SCANNER, f"unix://{site.folder}/d.sock"]
 
         def scan(tenant: str) -> dict[str, object]:
@@ -247,7 +247,7 @@ def test_a_daemon_beyond_loopback_speaks_tls_and_wants_certificate_and_token(sit
             ns = client.namespace(SPEC)
             keys = ns.keys(range(1000, 1016))
             save_blocks(ns, keys)
-            with ns.load(keys, deadline=deadline_in(10)) as lease:
+            with ns.load(keys, deadline=deadline_in(20)) as lease:
                 assert bytes(lease.view(1)) == block_bytes(keys[1], SPEC.block_nbytes)
         with pytest.raises(AuthError, match="not valid"):
             Client(f"{base}/ca.pem{mine}", ClientOptions(credential=b"kvf1_000000000000_" + b"A" * 43))
@@ -276,7 +276,7 @@ def auc(one: Sequence[float], other: Sequence[float]) -> float:
 def probe(ns: ClientNamespace, keys: Sequence[BlockKey]) -> float:
     started = time.perf_counter()
     found = ns.lookup(keys)
-    lease = ns.load(keys, deadline=deadline_in(5))
+    lease = ns.load(keys, deadline=deadline_in(20))
     took = time.perf_counter() - started
     assert found.prefix == 0
     assert not len(lease)
@@ -345,7 +345,7 @@ def test_in_copy_mode_the_kernel_refuses_writes(site: Site, tmp_path: Path) -> N
             ns = client.namespace(SPEC)
             keys = ns.keys(range(64))
             save_blocks(ns, keys)
-            with ns.load(keys, deadline=deadline_in(5)) as lease:
+            with ns.load(keys, deadline=deadline_in(20)) as lease:
                 address = np.frombuffer(lease.view(0), np.uint8).ctypes.data
                 libc = ctypes.CDLL(None, use_errno=True)
                 both = mmap.PROT_READ | mmap.PROT_WRITE

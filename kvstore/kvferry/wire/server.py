@@ -83,6 +83,7 @@ class ChannelServer:
         self._idle_timeout_s = idle_timeout_s
         self._lock = threading.Lock()
         self._served: set[_Served] = set()
+        self._threads: list[threading.Thread] = []  # also those that have served and are just ending
         self._closing = threading.Event()
         self._count = 0
         self._limiter = LogLimiter(log)
@@ -121,14 +122,14 @@ class ChannelServer:
         limit = deadline_in(_JOIN_TIMEOUT_S)
         self._accepting.join(time_left(limit))
         with self._lock:
-            served = list(self._served)
+            served, threads = list(self._served), list(self._threads)
         for one in served:
             one.connection.abort()
-        for one in served:
-            if one.thread is not None and one.thread is not threading.current_thread():
-                one.thread.join(time_left(limit))
-                if one.thread.is_alive():
-                    log.warning("%s did not end within %g s of close()", one.thread.name, _JOIN_TIMEOUT_S)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(time_left(limit))
+                if thread.is_alive():
+                    log.warning("%s did not end within %g s of close()", thread.name, _JOIN_TIMEOUT_S)
         self._limiter.flush()
 
     # ---- accepting ---------------------------------------------------------------------------
@@ -164,14 +165,16 @@ class ChannelServer:
             self._count += 1
             served = _Served(connection, refused=full, number=self._count)
             self._served.add(served)
-        served.thread = threading.Thread(
+        thread = served.thread = threading.Thread(
             target=self._serve, args=(served,), name=f"kvferry-{self._name}-{self._count}", daemon=True
         )
         try:
-            served.thread.start()
+            thread.start()
         except RuntimeError:  # the process is out of threads
             self._forget(served)
             raise
+        with self._lock:
+            self._threads = [one for one in self._threads if one.is_alive()] + [thread]
 
     def _push_out(self, refused: list[_Served]) -> bool:
         """End the refusal that has waited longest for a hello: the newest may be somebody who says one."""

@@ -109,7 +109,7 @@ class Dropping(LinkService):
     def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
         self._seen += 1
         if self._seen % 4 == 0:
-            incoming.discard(deadline_in(10))
+            incoming.discard(deadline_in(20))
             raise TransportError("dropped by the test")
         super()._answer(channel, incoming, request, memory)
 
@@ -128,8 +128,8 @@ class Short(LinkService):
     """Acknowledges less than it was sent."""
 
     def _answer(self, channel: Channel, incoming: Incoming, request: Request, memory: LinkMemory) -> None:
-        incoming.discard(deadline_in(10))
-        channel.reply(incoming, LayerAck(count=incoming.payload_nbytes // 2), deadline=deadline_in(10))
+        incoming.discard(deadline_in(20))
+        channel.reply(incoming, LayerAck(count=incoming.payload_nbytes // 2), deadline=deadline_in(20))
 
 
 def test_a_peer_that_takes_half_is_not_paid_in_full(serve: Callable[[LinkService], Serving]) -> None:
@@ -226,7 +226,7 @@ def test_bare_tls_needs_its_files() -> None:
 
 def test_a_peer_names_the_port_of_its_bare_socket() -> None:
     server = open_servers("tcp://127.0.0.1:0", bare_walk_nbytes=WALK)
-    channel = Channel.connect(server.address, ChannelOptions(role="b", session="b"), deadline_in(10))
+    channel = Channel.connect(server.address, ChannelOptions(role="b", session="b"), deadline_in(20))
     ports = bare_ports(channel)
     channel.close()
     bare = BareLink("tcp", ("127.0.0.1", ports["tcp"]), NBYTES, WALK)
@@ -247,10 +247,10 @@ def test_requests_are_checked() -> None:
 def test_a_request_for_too_much_is_refused(serve: Callable[[LinkService], Serving]) -> None:
     serving = serve(LinkService())
     options = ChannelOptions(role="bench", session="b")
-    channel = Channel.connect(serving.server.address, options, deadline_in(10))
+    channel = Channel.connect(serving.server.address, options, deadline_in(20))
     request = Request(Operation.GET, 1 << 30, WALK, 1 << 20).message(0)
     with pytest.raises(ProtocolError, match="that a benchmark moves at once"):
-        channel.call(request, LayerAck, deadline=deadline_in(10))
+        channel.call(request, LayerAck, deadline=deadline_in(20))
     channel.close()
 
 

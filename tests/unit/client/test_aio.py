@@ -24,23 +24,23 @@ def test_the_same_verbs_as_coroutines(start: Callable[..., Daemon]) -> None:
             ns = client.namespace(SPEC)
             keys = ns.keys([1] * 3 * SPEC.block_tokens)
             blocks = [(key, block_bytes(key, SPEC.block_nbytes)) for key in keys]
-            assert await ns.save(blocks, parent=None, deadline=deadline_in(5)) == 3
+            assert await ns.save(blocks, parent=None, deadline=deadline_in(20)) == 3
             assert (await ns.lookup(keys)).prefix == 3
-            async with await ns.load(keys, deadline=deadline_in(5)) as lease:
+            async with await ns.load(keys, deadline=deadline_in(20)) as lease:
                 assert len(lease) == 3
                 assert lease.view(1) == blocks[1][1]
                 await lease.renew()
             with pytest.raises(LeaseExpiredError):
                 lease.release()
             other = ns.keys([2] * SPEC.block_tokens)
-            async with await ns.reserve(other, parent=None, deadline=deadline_in(5)) as write:
+            async with await ns.reserve(other, parent=None, deadline=deadline_in(20)) as write:
                 write.view(0)[:] = blocks[0][1]
                 stored, held = await write.publish()
             assert stored == 1
             assert held.view(0) == blocks[0][1]
             held.release()
             assert (await client.stats()).entries == 4
-            assert await client.flush(deadline=deadline_in(5))
+            assert await client.flush(deadline=deadline_in(20))
             assert await client.poll() == []
 
     asyncio.run(run())
@@ -53,7 +53,7 @@ def test_a_lease_that_nobody_waits_for_is_given_back(start: Callable[..., Daemon
         async with await AsyncClient.connect(daemon.addresses[0]) as client:
             ns = client.namespace(SPEC)
             all_of_it = ns.keys([1] * BLOCKS * SPEC.block_tokens)
-            first = await ns.reserve(all_of_it, parent=None, deadline=deadline_in(5))
+            first = await ns.reserve(all_of_it, parent=None, deadline=deadline_in(20))
             late = asyncio.ensure_future(
                 ns.reserve(ns.keys([2] * SPEC.block_tokens), parent=None, deadline=deadline_in(20))
             )

@@ -44,7 +44,7 @@ def test_two_clients_share_blocks_and_nothing_else(start: Start) -> None:
     with Client(daemon.addresses[0]) as one, Client(daemon.addresses[0]) as other:
         keys = one.namespace(SPEC).keys([1] * 3 * SPEC.block_tokens)
         save_blocks(one.namespace(SPEC), keys)
-        lease = other.namespace(SPEC).load(keys, deadline=deadline_in(5))
+        lease = other.namespace(SPEC).load(keys, deadline=deadline_in(20))
         assert len(lease) == 3
         assert one.find_lease(lease.lease_id) is None
         one.close()
@@ -69,7 +69,7 @@ def test_a_lease_is_found_by_another_process_of_its_session(start: Start, share_
     with scheduler, worker:
         ns = scheduler.namespace(SPEC)
         keys = ns.keys([1] * 2 * SPEC.block_tokens)
-        write = ns.reserve(keys, parent=None, deadline=deadline_in(5))
+        write = ns.reserve(keys, parent=None, deadline=deadline_in(20))
         same = worker.find_lease(write.lease_id)
         assert isinstance(same, ClientWriteLease)
         assert same.keys == tuple(keys)
@@ -78,7 +78,7 @@ def test_a_lease_is_found_by_another_process_of_its_session(start: Start, share_
         assert same.commit() == 2
         with pytest.raises(LeaseExpiredError):
             write.commit()
-        read = ns.load(keys, deadline=deadline_in(5))
+        read = ns.load(keys, deadline=deadline_in(20))
         found = worker.find_lease(read.lease_id)
         assert found is not None
         assert found.view(1) == block_bytes(keys[1], SPEC.block_nbytes)
@@ -98,14 +98,14 @@ def test_the_daemon_hears_which_blocks_a_lossy_codec_brought(
     with Client(daemon.addresses[0], ClientOptions(share_memory=share_memory)) as client:
         namespace = client.namespace(SPEC)
         keys = namespace.keys([1] * 3 * SPEC.block_tokens)
-        with namespace.reserve(keys, parent=None, deadline=deadline_in(5)) as lease:
+        with namespace.reserve(keys, parent=None, deadline=deadline_in(20)) as lease:
             lease.mark_lossy([2])
             with pytest.raises(IndexError, match="no block 3"):
                 lease.mark_lossy([3])
             stored, held = lease.publish()
             assert stored == 3
             held.release()
-        assert client.flush(deadline=deadline_in(5))
+        assert client.flush(deadline=deadline_in(20))
         assert stats(daemon).per_tier["disk"]["entries"] == 2
 
 
@@ -115,9 +115,9 @@ def test_a_release_is_told_without_a_further_call(start: Start) -> None:
         ns = client.namespace(SPEC)
         keys = ns.keys([1] * SPEC.block_tokens)
         save_blocks(ns, keys)
-        ns.load(keys, deadline=deadline_in(5)).release()
+        ns.load(keys, deadline=deadline_in(20)).release()
         wait_until(lambda: stats(daemon).leases == 0, 5)
-        ns.load(keys, deadline=deadline_in(5))  # dropped: the end of the object is the end of the lease
+        ns.load(keys, deadline=deadline_in(20))  # dropped: the end of the object is the end of the lease
         gc.collect()
         wait_until(lambda: stats(daemon).leases == 0, 5)
 
@@ -127,16 +127,16 @@ def test_a_reservation_whose_answer_nobody_waits_for_is_not_kept(start: Start) -
     daemon = start()
     with Client(daemon.addresses[0]) as client:
         ns = client.namespace(SPEC)
-        held = ns.reserve(ns.keys([1] * BLOCKS * SPEC.block_tokens), parent=None, deadline=deadline_in(5))
+        held = ns.reserve(ns.keys([1] * BLOCKS * SPEC.block_tokens), parent=None, deadline=deadline_in(20))
         number = client.link.new_number()
-        with suppress(UnavailableError), client.link.line(deadline_in(5)) as line:
+        with suppress(UnavailableError), client.link.line(deadline_in(20)) as line:
             request = d.ReserveBlocks(
                 namespace=line.opened[ns.namespace_id, False].namespace,
                 keys=b"k" * 32,
                 lease=number,
                 timeout_s=20,
             )
-            line.channel.send(request, deadline=deadline_in(5))
+            line.channel.send(request, deadline=deadline_in(20))
             wait_until(lambda: daemon.work.total >= 3)
             raise UnavailableError("as after a deadline")
         client.link.abandon(number)
@@ -208,7 +208,7 @@ def test_a_read_only_arena_cannot_be_mapped_writable(start: Start) -> None:
         ns = client.namespace(SPEC)
         keys = ns.keys([1] * SPEC.block_tokens)
         save_blocks(ns, keys)
-        with ns.load(keys, deadline=deadline_in(5)) as lease:
+        with ns.load(keys, deadline=deadline_in(20)) as lease:
             assert lease.view(0).readonly
             assert not client.link.arena.writable
         fd = daemon.store_of("default").arena.descriptors()[0][0]
@@ -223,7 +223,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.testing.blocks import small_spec
 client = Client(sys.argv[1])
 ns = client.namespace(small_spec("client"))
-lease = ns.reserve(ns.keys([7] * 3 * ns.spec.block_tokens), parent=None, deadline=deadline_in(5))
+lease = ns.reserve(ns.keys([7] * 3 * ns.spec.block_tokens), parent=None, deadline=deadline_in(20))
 client.link.closed = True  # it does not connect again
 for line in client.link._idle:
     line.channel.abort()
@@ -251,7 +251,7 @@ def test_a_later_connection_of_the_session_ends_what_was_left(start: Start) -> N
     daemon = start()
     with Client(daemon.addresses[0]) as client:
         ns = client.namespace(SPEC)
-        lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(5))
+        lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(20))
         for line in client.link._idle:
             line.channel.abort()
         wait_until(lambda: stats(daemon).quarantined_nbytes == SPEC.block_nbytes)
@@ -266,7 +266,7 @@ def test_close_ends_its_threads_and_leases(start: Start) -> None:
     before = {t.name for t in threading.enumerate()}
     client = Client(daemon.addresses[0])
     ns = client.namespace(SPEC)
-    lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(5))
+    lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(20))
     client.close()
     client.close()
     with pytest.raises(LeaseExpiredError):

@@ -26,7 +26,7 @@ Start = Callable[..., Daemon]
 
 
 def fill(namespace: Namespace, keys: list[BlockKey], data: bytes, *, lossy: bool) -> int:
-    with namespace.reserve(keys, parent=None, deadline=deadline_in(5)) as lease:
+    with namespace.reserve(keys, parent=None, deadline=deadline_in(20)) as lease:
         for index in range(len(lease)):
             lease.view(index)[:] = data
         lease.mark_lossy(range(len(lease)) if lossy else ())
@@ -34,7 +34,7 @@ def fill(namespace: Namespace, keys: list[BlockKey], data: bytes, *, lossy: bool
 
 
 def read(namespace: Namespace, keys: list[BlockKey]) -> list[tuple[bytes, bool]]:
-    with namespace.load(keys, deadline=deadline_in(5)) as lease:
+    with namespace.load(keys, deadline=deadline_in(20)) as lease:
         return [(bytes(lease.view(index)), index in lease.lossy) for index in range(len(lease))]
 
 
@@ -46,20 +46,20 @@ def test_a_client_gets_what_it_takes_and_hears_what_it_is(start: Start, share_me
         exact, any_loss = client.namespace(SPEC), client.namespace(SPEC, takes_lossy=True)
         keys = exact.keys([1] * 3 * SPEC.block_tokens)
         assert fill(exact, keys[:2], LOSSY, lossy=True) == 2
-        assert exact.lookup(keys).prefix == len(exact.load(keys, deadline=deadline_in(5))) == 0
+        assert exact.lookup(keys).prefix == len(exact.load(keys, deadline=deadline_in(20))) == 0
         assert any_loss.lookup(keys).prefix == 2
         assert read(any_loss, keys) == [(LOSSY, True)] * 2
         with (
-            any_loss.load(keys, deadline=deadline_in(5)) as lease,
+            any_loss.load(keys, deadline=deadline_in(20)) as lease,
             Client(daemon.addresses[0], options, session=client.session) as worker,
         ):
             found = worker.find_lease(lease.lease_id)
             assert found is not None
             assert found.lossy == {0, 1}
-        any_loss.save([(keys[2], EXACT)], parent=keys[1], deadline=deadline_in(5))  # behind them
+        any_loss.save([(keys[2], EXACT)], parent=keys[1], deadline=deadline_in(20))  # behind them
         assert read(any_loss, keys) == [(LOSSY, True)] * 2 + [(EXACT, True)]
         assert exact.lookup(keys[2:]).prefix == 0
-        assert exact.save([(key, EXACT) for key in keys], parent=None, deadline=deadline_in(5)) == 3
+        assert exact.save([(key, EXACT) for key in keys], parent=None, deadline=deadline_in(20)) == 3
         assert read(exact, keys) == read(any_loss, keys) == [(EXACT, False)] * 3
 
 
@@ -80,7 +80,7 @@ def test_a_daemon_that_cannot_tell_them_apart_gives_nothing(
         # the client's alone: the daemon makes a table of its requests for each connection
         monkeypatch.setattr("kvferry.client.namespace.d", SimpleNamespace(**mine))
         assert fill(exact, keys, EXACT, lossy=False) == 1
-        assert exact.lookup(keys).prefix == len(exact.load(keys, deadline=deadline_in(5))) == 0
+        assert exact.lookup(keys).prefix == len(exact.load(keys, deadline=deadline_in(20))) == 0
         assert client.counters.refused_reads == 2
         assert read(any_loss, keys) == [(EXACT, False)]
 
@@ -95,7 +95,7 @@ def test_a_daemon_that_names_lossy_blocks_to_who_takes_none_breaks_the_protocol(
         fill(namespace, keys, EXACT, lossy=False)
         monkeypatch.setattr("kvferry.daemon.service._lossy", lambda _: (0,))
         with pytest.raises(ProtocolError, match="lossy blocks"):
-            namespace.load(keys, deadline=deadline_in(5))
+            namespace.load(keys, deadline=deadline_in(20))
 
 
 def test_blocks_of_a_peer_are_what_they_were_there(tmp_path: Path) -> None:
@@ -117,16 +117,16 @@ def test_blocks_of_a_peer_are_what_they_were_there(tmp_path: Path) -> None:
         exact, any_loss = client.namespace(SPEC), client.namespace(SPEC, takes_lossy=True)
         keys = exact.keys([1] * 2 * SPEC.block_tokens)
         assert fill(exact, keys, LOSSY, lossy=True) == 2
-        assert client.flush(deadline=deadline_in(5))
+        assert client.flush(deadline=deadline_in(20))
         assert there.namespace(SPEC).lookup(keys).prefix == 0
         assert read(there.namespace(SPEC, takes_lossy=True), keys) == [(LOSSY, True)] * 2
         ours.store_of("default").evict(8 << 20)
-        assert len(exact.load(keys, deadline=deadline_in(5))) == 0
+        assert len(exact.load(keys, deadline=deadline_in(20))) == 0
         assert read(any_loss, keys) == [(LOSSY, True)] * 2
         ours.store_of("default").evict(8 << 20)
 
-        assert exact.save([(key, EXACT) for key in keys], parent=None, deadline=deadline_in(5)) == 2
-        assert client.flush(deadline=deadline_in(5))
+        assert exact.save([(key, EXACT) for key in keys], parent=None, deadline=deadline_in(20)) == 2
+        assert client.flush(deadline=deadline_in(20))
         wait_until(lambda: read(there.namespace(SPEC), keys) == [(EXACT, False)] * 2)
         ours.store_of("default").evict(8 << 20)
         assert read(exact, keys) == [(EXACT, False)] * 2

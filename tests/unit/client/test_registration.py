@@ -142,7 +142,7 @@ class Setting:
         return keys
 
     def load(self, keys: Sequence[BlockKey], ids: Sequence[int], **more: Any) -> LoadJob:
-        lease = self.namespace.load(keys, deadline=deadline_in(5))
+        lease = self.namespace.load(keys, deadline=deadline_in(20))
         return self.registration.load("l", lease, ids, **{"deadline": deadline_in(20), **more})
 
     def leases_end(self) -> None:
@@ -237,7 +237,7 @@ def test_blocks_that_missed_are_named(setting: Make) -> None:
     nothing = s.load(s.keys(2, first=7), [4, 5])
     assert finished(nothing)
     assert nothing.failed_blocks() == (4, 5)
-    assert not nothing.wait_layer(0, deadline=deadline_in(5))
+    assert not nothing.wait_layer(0, deadline=deadline_in(20))
     some = s.load(s.keys(2), [6], first=1)
     assert finished(some)
     np.testing.assert_array_equal(s.pages.of([6]), s.pages.of([1]))
@@ -256,7 +256,7 @@ def test_a_save_waits_for_the_write_that_fills_its_blocks(setting: Make) -> None
             s.pages.bytes[layer][:, ids] = (number + layer) % 251
             gate.done = True
         assert finished(job)
-        with s.namespace.load(keys, deadline=deadline_in(5)) as lease:
+        with s.namespace.load(keys, deadline=deadline_in(20)) as lease:
             for layer in range(LAYERS):
                 held = np.frombuffer(lease.layer(1, layer), np.uint8)
                 assert (held == (number + layer) % 251).all(), f"run {number}: a stale copy"
@@ -268,7 +268,7 @@ def test_a_load_waits_for_the_last_reader_of_its_blocks(setting: Make) -> None:
     keys = s.saved(2, [0, 1])
     gate, before = Gate(), s.pages.of([4, 5])
     job = s.load(keys, [4, 5], after=gate)
-    assert gate.asked.wait(10)
+    assert gate.asked.wait(20)
     np.testing.assert_array_equal(s.pages.of([4, 5]), before)
     other = s.load(keys, [6, 7])  # and holds up nobody else
     assert finished(other)
@@ -284,14 +284,14 @@ def test_cancel_returns_when_the_device_has_ended(setting: Make, device: FakeDev
     job = s.load(s.keys(3), [1, 2, 3])
     wait_until(lambda: len(device.waiting) == LAYERS)
     device.run_one()
-    assert job.wait_layer(0, deadline=deadline_in(10))
+    assert job.wait_layer(0, deadline=deadline_in(20))
     canceller = threading.Thread(target=job.cancel)
     canceller.start()
     for _ in range(LAYERS - 1):
         assert canceller.is_alive()
         assert not job.done
         device.run_one()
-    canceller.join(10)
+    canceller.join(20)
     assert not canceller.is_alive()
     assert job.failed_blocks() == (1, 2, 3)
     assert isinstance(job.error, RequestCancelledError)
@@ -305,16 +305,16 @@ def test_cancel_returns_when_the_copy_of_this_process_has_ended(setting: Make) -
     s = setting(copier=copier)
     save_blocks(s.namespace, s.keys(3))
     job = s.load(s.keys(3), [1, 2, 3])
-    assert copier.entered.wait(10)
+    assert copier.entered.wait(20)
     canceller = threading.Thread(target=job.cancel)
     canceller.start()
     wait_until(lambda: job.error is not None)
     assert not job.done, "it is still being copied"
     before = s.pages.of([1, 2, 3])
     copier.go.set()
-    canceller.join(10)
+    canceller.join(20)
     assert not canceller.is_alive()
-    assert not job.wait_layer(0, deadline=deadline_in(5)), "a layer that was stopped counts as loaded"
+    assert not job.wait_layer(0, deadline=deadline_in(20)), "a layer that was stopped counts as loaded"
     np.testing.assert_array_equal(s.pages.of([1, 2, 3]), before)
     s.leases_end()
 
@@ -400,7 +400,7 @@ def test_blocks_loaded_before_the_deadline_are_whole(setting: Make, device: Fake
     held = namespace.register([replace(region, device="fake") for region in regions])
     keys = namespace.keys([1] * 5 * big.block_tokens)
     save_blocks(namespace, keys)
-    lease = namespace.load(keys, deadline=deadline_in(5))
+    lease = namespace.load(keys, deadline=deadline_in(20))
     job = held.load("l", lease, range(5), order="block", deadline=deadline_in(60))
     wait_until(lambda: len(device.waiting) == 3)
     device.run_one()
@@ -445,7 +445,7 @@ def test_a_lease_that_is_lost_in_mid_load_fails_it(setting: Make, device: FakeDe
     job = s.load(s.keys(2), [1, 2])
     wait_until(lambda: len(device.waiting) == LAYERS)
     device.run_one()
-    assert job.wait_layer(0, deadline=deadline_in(10))
+    assert job.wait_layer(0, deadline=deadline_in(20))
     job._lease.release()
     device.run_one()
     wait_until(lambda: job.error is not None)
@@ -455,7 +455,7 @@ def test_a_lease_that_is_lost_in_mid_load_fails_it(setting: Make, device: FakeDe
     assert finished(job)
     assert isinstance(job.error, LeaseExpiredError)
     assert job.failed_blocks() == (1, 2)
-    assert not job.wait_layer(1, deadline=deadline_in(5))
+    assert not job.wait_layer(1, deadline=deadline_in(20))
 
 
 def test_a_save_without_room_fails_and_is_told(setting: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +463,7 @@ def test_a_save_without_room_fails_and_is_told(setting: Make, monkeypatch: pytes
     s = setting()
     filling = s.keys((1 << 20) // SPEC.block_nbytes, first=7)
     save_blocks(s.namespace, filling)
-    held = s.namespace.load(filling, deadline=deadline_in(5))
+    held = s.namespace.load(filling, deadline=deadline_in(20))
     assert len(held) == len(filling)
     job = s.save(s.keys(2), [0, 1])
     job.all_layers()
@@ -472,6 +472,7 @@ def test_a_save_without_room_fails_and_is_told(setting: Make, monkeypatch: pytes
     assert job.failed_blocks() == (0, 1)
     assert [one.ok for one in s.client.poll()] == [False]
     held.release()
+    monkeypatch.undo()
     assert s.saved(2, [0, 1])
 
 
@@ -517,8 +518,8 @@ def test_cancel_races_with_the_end(setting: Make) -> None:
 def test_what_cannot_be_meant_is_refused(setting: Make) -> None:
     s = setting()
     keys = s.saved(2, [0, 1])
-    lease = s.namespace.load(keys, deadline=deadline_in(5))
-    load = partial(s.registration.load, "l", lease, deadline=deadline_in(5))
+    lease = s.namespace.load(keys, deadline=deadline_in(20))
+    load = partial(s.registration.load, "l", lease, deadline=deadline_in(20))
     for ids in ([1], [1, 1], [1, PAGES], [-1, 2]):
         with pytest.raises(ConfigError):
             load(ids)
@@ -564,7 +565,7 @@ def test_a_store_in_this_process_has_jobs_too() -> None:
         save = pages.registration.save("s", keys, [3, 1], parent=None, deadline=deadline_in(20))
         save.all_layers()
         assert finished(save)
-        lease = store.namespace(SPEC).load(keys, deadline=deadline_in(5))
+        lease = store.namespace(SPEC).load(keys, deadline=deadline_in(20))
         load = pages.registration.load("l", lease, [4, 5], deadline=deadline_in(20))
         assert finished(load)
         np.testing.assert_array_equal(pages.of([4, 5]), pages.of([3, 1]))
@@ -578,7 +579,7 @@ def test_a_lease_may_come_from_another_process(setting: Make) -> None:
     s = setting()
     keys = s.saved(2, [0, 1])
     with Client(s.daemon.addresses[0], session=s.client.session) as scheduler:
-        held = scheduler.namespace(SPEC).load(keys, deadline=deadline_in(5))
+        held = scheduler.namespace(SPEC).load(keys, deadline=deadline_in(20))
         found = s.client.find_lease(held.lease_id)
         assert found is not None
         job = s.registration.load("l", found, [4, 5], deadline=deadline_in(20))  # type: ignore[arg-type]
@@ -596,7 +597,7 @@ def test_what_has_lost_something_stays_marked(setting: Make) -> None:
     assert finished(save)
     assert s.namespace.lookup(s.keys(2)).prefix == 0, "whoever takes no loss gets none"
     lossy = s.client.namespace(SPEC, takes_lossy=True)
-    lease = lossy.load(s.keys(2), deadline=deadline_in(5))
+    lease = lossy.load(s.keys(2), deadline=deadline_in(20))
     job = s.registration.load("l", lease, [4, 5], deadline=deadline)
     assert job.lossy
     assert finished(job)

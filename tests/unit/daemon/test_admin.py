@@ -50,7 +50,7 @@ def test_nobody_changes_anything_without_the_token(
 
 def test_clear_forgets_in_all_tiers(running: Running, admin: Port) -> None:
     keys = saved(running)
-    assert running.client.flush(deadline=deadline_in(10))
+    assert running.client.flush(deadline=deadline_in(20))
     namespace = running.port.status().tenants[0].namespaces[0].namespace
     assert admin.admin("clear", Clear(namespace=namespace)).blocks == 8
     assert not running.client.namespace(SPEC).lookup(keys).prefix
@@ -64,7 +64,7 @@ def test_clear_forgets_in_all_tiers(running: Running, admin: Port) -> None:
 
 def test_pinned_blocks_outlive_an_eviction_of_all(running: Running, admin: Port) -> None:
     pinned, others = saved(running), saved(running, 2)
-    assert running.client.flush(deadline=deadline_in(10))
+    assert running.client.flush(deadline=deadline_in(20))
     namespace = running.port.status().tenants[0].namespaces[0].namespace
     done = admin.admin("pin", Pin(namespace=namespace, keys=tuple(key.hex() for key in pinned)))
     assert (done.done, done.blocks) == (True, 8)
@@ -152,7 +152,7 @@ def test_the_commands_do_it_and_say_so(
     running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = saved(running)
-    assert running.client.flush(deadline=deadline_in(10))
+    assert running.client.flush(deadline=deadline_in(20))
     namespace = running.port.status().tenants[0].namespaces[0].namespace
     where = ["--url", running.http.url, "--token-file", str(tmp_path / "token")]
 

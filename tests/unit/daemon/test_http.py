@@ -29,7 +29,7 @@ def some_load(running: Running) -> None:
     keys = ns.keys([1] * 4 * SPEC.block_tokens)
     save_blocks(ns, keys[:3])
     assert ns.lookup(keys).prefix == 3
-    with ns.load(keys, deadline=deadline_in(5)) as lease:
+    with ns.load(keys, deadline=deadline_in(20)) as lease:
         assert len(lease) == 3
 
 
@@ -88,7 +88,7 @@ def test_metrics_are_clean_and_documented_both_ways(running: Running) -> None:
 
 def test_it_is_ready_until_it_drains(running: Running) -> None:
     assert msgspec.json.decode(running.port.ask("GET", "/ready")) == {"ready": True}
-    assert running.daemon.drain(deadline_in(10))
+    assert running.daemon.drain(deadline_in(20))
     with pytest.raises(RequestError, match="503"):
         running.port.ask("GET", "/ready")
     assert running.port.ask("GET", "/live")

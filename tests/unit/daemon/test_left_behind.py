@@ -15,7 +15,7 @@ def test_leases_that_nobody_knows_are_asked_for_once() -> None:
         session.left_behind = left
     left += [older, old]
     namespace = older.store.namespace(small_spec())
-    lease = namespace.reserve(namespace.keys([1] * 4), parent=None, deadline=deadline_in(5))
+    lease = namespace.reserve(namespace.keys([1] * 4), parent=None, deadline=deadline_in(20))
     older.add(7, lease)
     assert now.end([5, 6]) == 0
     assert now.end([7]) == 1

@@ -65,10 +65,10 @@ def work(url: str) -> None:
         namespace = client.namespace(small_spec())
         keys = namespace.keys([1] * 4 * namespace.spec.block_tokens)
         save_blocks(namespace, keys)
-        assert len(namespace.reserve(keys, parent=None, deadline=deadline_in(5))) == 0
-        with namespace.load(keys, deadline=deadline_in(5)) as lease:
+        assert len(namespace.reserve(keys, parent=None, deadline=deadline_in(20))) == 0
+        with namespace.load(keys, deadline=deadline_in(20)) as lease:
             assert len(lease) == 4
-        namespace.load(keys, deadline=deadline_in(5))
+        namespace.load(keys, deadline=deadline_in(20))
         client.poll()
 
 
@@ -117,7 +117,7 @@ def test_left_behind_it_is_watched_until_nobody_can_write(child: subprocess.Pope
     store, sessions = TieredStore(1 << 20), Sessions()
     session = sessions.join(channel_of(child.pid), "default", store)
     namespace = session.store.namespace(small_spec())
-    lease = namespace.reserve(namespace.keys([1] * 4), parent=None, deadline=deadline_in(5))
+    lease = namespace.reserve(namespace.keys([1] * 4), parent=None, deadline=deadline_in(20))
     session.add(7, lease)
     at_work = watching()
     sessions.leave(session)

@@ -59,13 +59,13 @@ def test_the_same_keys_are_other_blocks_for_every_tenant(site: Site) -> None:
     keys = mine.keys(range(32))
     assert keys == his.keys(range(32))
     save_blocks(mine, keys)
-    assert a.flush(deadline=deadline_in(10))
-    with mine.load(keys, deadline=deadline_in(5)) as held:
+    assert a.flush(deadline=deadline_in(20))
+    with mine.load(keys, deadline=deadline_in(20)) as held:
         assert len(held) == len(keys)
         lease_id = held.lease_id
         # whatever he calls: nothing of it
         assert his.lookup(keys).prefix == 0
-        assert len(his.load(keys, deadline=deadline_in(5))) == 0
+        assert len(his.load(keys, deadline=deadline_in(20))) == 0
         assert his.pin(keys, ttl=10) == 0
         assert his.remove(keys) == 0
         assert his.clear() == 0
@@ -78,7 +78,7 @@ def test_the_same_keys_are_other_blocks_for_every_tenant(site: Site) -> None:
     folders = {path.relative_to(disk).parts[:2] for path in disk.rglob("*.safetensors")}
     assert folders == {("tenants.d", "a")}
     assert save_blocks(his, keys) == len(keys), "what a has is new to b"
-    assert b.flush(deadline=deadline_in(10))
+    assert b.flush(deadline=deadline_in(20))
     stats = daemon.stores
     assert {name: store.stats().entries for name, store in stats.items()} == {"a": 8, "b": 8}
 
@@ -102,7 +102,7 @@ def test_a_reader_reads_over_the_message_path_and_changes_nothing(site: Site) ->
     w, r = site.client(writer).namespace(SPEC), site.client(reader).namespace(SPEC)
     keys = w.keys(range(32))
     save_blocks(w, keys)
-    with r.load(keys, deadline=deadline_in(5)) as lease:
+    with r.load(keys, deadline=deadline_in(20)) as lease:
         assert bytes(lease.view(3)) == block_bytes(keys[3], SPEC.block_nbytes)
     assert not r.client.link.arena.epoch, "an arena that can be written is not for readers"
     more = r.keys(range(100, 132))
@@ -119,7 +119,7 @@ def test_a_reader_reads_over_the_message_path_and_changes_nothing(site: Site) ->
     assert daemon.tenants.all["a"].refused["right"] == 5
     with (
         two_of_a_session(site, reader) as (first, second),
-        first.namespace(SPEC).load(keys, deadline=deadline_in(5)) as lease,
+        first.namespace(SPEC).load(keys, deadline=deadline_in(20)) as lease,
     ):
         found = second.find_lease(lease.lease_id)
         assert isinstance(found, ClientReadLease)
@@ -129,7 +129,7 @@ def test_a_reader_reads_over_the_message_path_and_changes_nothing(site: Site) ->
     with pytest.raises(AuthError, match="right to read"):
         blind.lookup(keys)
     assert save_blocks(blind, more) == len(more)
-    with blind.reserve(blind.keys(range(200, 232)), parent=None, deadline=deadline_in(5)) as lease:
+    with blind.reserve(blind.keys(range(200, 232)), parent=None, deadline=deadline_in(20)) as lease:
         lease.view(0)[:4] = b"mine"
         assert lease.commit() == 8
     assert not blind.client.link.arena.epoch, "who maps memory can read it"
@@ -157,7 +157,7 @@ def test_readers_map_an_arena_that_only_the_daemon_writes(site: Site) -> None:
     w, r = site.client(writer).namespace(SPEC), site.client(reader).namespace(SPEC)
     keys = w.keys(range(32))
     save_blocks(w, keys)
-    with r.load(keys, deadline=deadline_in(5)) as lease:
+    with r.load(keys, deadline=deadline_in(20)) as lease:
         assert lease.view(0).readonly
     assert r.client.link.arena.epoch
     assert not r.client.link.arena.writable
@@ -188,10 +188,10 @@ def test_the_disk_of_a_tenant_is_its_own(site: Site) -> None:
     mine, his = site.client(one).namespace(SPEC), site.client(other).namespace(SPEC)
     keys = mine.keys(range(32))
     save_blocks(mine, keys)
-    assert mine.client.flush(deadline=deadline_in(10))
+    assert mine.client.flush(deadline=deadline_in(20))
     for number in range(5):
         save_blocks(his, his.keys([number] * 4 * 100))
-        his.client.flush(deadline=deadline_in(10))
+        his.client.flush(deadline=deadline_in(20))
     assert 0 < disk_usage(disk / "tenants.d" / "small") <= 2 << 20
     assert his.client.stats().per_tier["disk"]["capacity_nbytes"] == 2 << 20
     assert mine.client.stats().per_tier["disk"]["capacity_nbytes"] == 6 << 20
@@ -218,12 +218,12 @@ def test_a_rate_makes_misses_and_refused_saves(site: Site) -> None:
     ns = client.namespace(SPEC)
     keys = ns.keys(range(8))
     save_blocks(ns, keys)
-    held = ns.reserve(ns.keys(range(100, 108)), parent=None, deadline=deadline_in(5))
+    held = ns.reserve(ns.keys(range(100, 108)), parent=None, deadline=deadline_in(20))
     slow = daemon.tenants.all["slow"]
     slow.set(Limits(requests=0.1))  # one now, the next in 10 s
     found = [ns.lookup(keys).prefix for _ in range(3)]
     assert found == [2, 0, 0]
-    with ns.load(keys, deadline=deadline_in(5)) as lease:
+    with ns.load(keys, deadline=deadline_in(20)) as lease:
         assert not len(lease)
     with pytest.raises(UnavailableError, match=r"0\.1 requests a second"):
         save_blocks(ns, ns.keys([3] * 8))
@@ -231,7 +231,7 @@ def test_a_rate_makes_misses_and_refused_saves(site: Site) -> None:
     assert slow.refused["rate"] >= 4
 
     def loaded() -> int:
-        with ns.load(keys, deadline=deadline_in(5)) as lease:
+        with ns.load(keys, deadline=deadline_in(20)) as lease:
             return len(lease)
 
     slow.set(Limits(rate=1))
@@ -252,7 +252,7 @@ def test_a_reload_takes_effect_at_once_on_those_inside(site: Site) -> None:
     held = (
         clients[1]
         .namespace(SPEC)
-        .reserve(clients[1].namespace(SPEC).keys(range(8)), parent=None, deadline=deadline_in(5))
+        .reserve(clients[1].namespace(SPEC).keys(range(8)), parent=None, deadline=deadline_in(20))
     )
     site.revoke(gone)
     late = site.token("c")  # a share of the 2 MiB that are left
@@ -337,7 +337,7 @@ def test_peers_show_the_token_of_each_tenant(site: Site) -> None:
         ns = client.namespace(SPEC)
         keys = ns.keys(range(32))
         save_blocks(ns, keys)
-        client.flush(deadline=deadline_in(5))
+        client.flush(deadline=deadline_in(20))
         assert far.store_of(name).stats().entries == reached, name
         there = site.client(tokens[name], far.addresses[0]).namespace(SPEC)
         assert there.lookup(keys).prefix == reached
@@ -352,12 +352,12 @@ def test_guesses_of_leases_and_namespaces_find_nothing(site: Site) -> None:
     keys = ns.keys(range(32))
     save_blocks(ns, keys)
     with (
-        ns.load(keys, deadline=deadline_in(5)) as reading,
-        ns.reserve(ns.keys(range(100, 132)), parent=None, deadline=deadline_in(5)) as writing,
+        ns.load(keys, deadline=deadline_in(20)) as reading,
+        ns.reserve(ns.keys(range(100, 132)), parent=None, deadline=deadline_in(20)) as writing,
     ):
         numbers = tuple(int(lease.lease_id, 16) for lease in (reading, writing))
         options = ChannelOptions(role="client", session="engine", credential=other)
-        channel = Channel.connect(site.url, options, deadline_in(5))
+        channel = Channel.connect(site.url, options, deadline_in(20))
         for number in numbers:
             for message in (
                 d.RenewLease(lease=number),
@@ -366,18 +366,18 @@ def test_guesses_of_leases_and_namespaces_find_nothing(site: Site) -> None:
                 d.CommitBlocks(lease=number, timeout_s=1),
             ):
                 with pytest.raises((LeaseExpiredError, ProtocolError)):
-                    channel.call(message, d.Done, deadline=deadline_in(5))
-        channel.call(d.EndLeases(ended=numbers), d.Done, deadline=deadline_in(5))
-        channel.call(d.EndLeases(abandoned=numbers), d.Done, deadline=deadline_in(5))
+                    channel.call(message, d.Done, deadline=deadline_in(20))
+        channel.call(d.EndLeases(ended=numbers), d.Done, deadline=deadline_in(20))
+        channel.call(d.EndLeases(abandoned=numbers), d.Done, deadline=deadline_in(20))
         channel.close()
         reading.check()
         assert bytes(reading.view(0)) == block_bytes(keys[0], SPEC.block_nbytes)
         assert writing.commit() == 8
         for number in range(3):  # namespaces are numbered by connection
-            channel = Channel.connect(site.url, options, deadline_in(5))
+            channel = Channel.connect(site.url, options, deadline_in(20))
             with pytest.raises(ProtocolError):
                 channel.call(
-                    d.LookupBlocks(namespace=number, keys=b"".join(keys)), d.LookedUp, deadline=deadline_in(5)
+                    d.LookupBlocks(namespace=number, keys=b"".join(keys)), d.LookedUp, deadline=deadline_in(20)
                 )
             channel.close()
 
@@ -423,7 +423,7 @@ def test_a_hello_may_not_name_a_tenant(site: Site) -> None:
     host, port = daemon.addresses[1].removeprefix("tcp://").rsplit(":", 1)
     with socket.create_connection((host, int(port)), 5) as raw:  # no handshake, no answer
         raw.sendall(b"\0" * 64)
-        raw.settimeout(10)
+        raw.settimeout(20)
         with suppress(ConnectionResetError):
             assert not raw.recv(100)
     with pytest.raises(KVFerryError):

@@ -88,7 +88,7 @@ def test_the_port_shows_a_tenant_nothing_of_others(
     with pytest.raises(RequestError, match="no tenant 'b'"):
         ports(None).ask("GET", "/events?tenant=b", headers=header)
     address = operator.url.removeprefix("http://")
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=20)
     connection.request("GET", "/events", headers=header)
     answer = connection.getresponse()
     assert b'"tenant":"a"' in answer.readline()

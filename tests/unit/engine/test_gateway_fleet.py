@@ -48,7 +48,7 @@ def serve(stack: ExitStack) -> Serve:
                     request = channel.receive(deadline_in(30))
                 except ConnectionClosedError:
                     return
-                channel.reply(request, described, deadline=deadline_in(5))
+                channel.reply(request, described, deadline=deadline_in(20))
 
         server = ChannelServer(url, ChannelOptions(role="x", session="x"), handler, name="test-worker")
         stack.callback(server.close)

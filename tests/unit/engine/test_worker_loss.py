@@ -108,7 +108,7 @@ def spoil(engine: Engine, blocks: int) -> list[BlockKey]:
     """Blocks of the prompt that have lost everything, marked as a codec's are."""
     namespace = engine.store.namespace(engine.spec)
     keys = namespace.keys(PROMPT)
-    with namespace.reserve(keys[:blocks], parent=None, deadline=deadline_in(5)) as lease:
+    with namespace.reserve(keys[:blocks], parent=None, deadline=deadline_in(20)) as lease:
         for index in range(len(lease)):
             lease.view(index)[:] = bytes(len(lease.view(index)))
         lease.mark_lossy(range(len(lease)))

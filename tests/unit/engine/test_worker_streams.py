@@ -20,7 +20,7 @@ def table() -> StreamTable:
 
 
 def expect(table: StreamTable, name: str = "s", tokens: int = 5) -> ExpectedStream:
-    return table.expect(name, tokens, KeyScope(), deadline_in(5))
+    return table.expect(name, tokens, KeyScope(), deadline_in(20))
 
 
 def test_a_name_is_expected_once_at_a_time(table: StreamTable) -> None:

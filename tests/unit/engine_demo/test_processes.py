@@ -118,7 +118,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
 
     thread = threading.Thread(target=body, name="kvferry-test")
     thread.start()
-    thread.join(10)
+    thread.join(20)
     assert seen == [signal.getsignal(signal.SIGTERM)]
 
 

@@ -101,9 +101,9 @@ def test_blocks_of_an_arena_are_registered_once_and_as_long_as_it_lives(make: Ma
     for n, key in enumerate(keys):
         views[n][:] = block_bytes(key, SPEC.block_nbytes)
     blocks = [BlockWrite(k, v, None, -1) for k, v in zip(keys, views, strict=False)]
-    assert written(tier.write(space, blocks, deadline=deadline_in(10))) == [STORED] * 4
+    assert written(tier.write(space, blocks, deadline=deadline_in(20))) == [STORED] * 4
     reads = [BlockRead(k, v) for k, v in zip(keys, views[4:], strict=True)]
-    assert outcomes(tier.read_into(space, reads, deadline=deadline_in(10))) == [HIT] * 4
+    assert outcomes(tier.read_into(space, reads, deadline=deadline_in(20))) == [HIT] * 4
     assert [bytes(v) for v in views[4:]] == [bytes(v) for v in views[:4]]
     registered = tier.backend._client.registered  # type: ignore[attr-defined]
     assert len(registered._segments) == 1

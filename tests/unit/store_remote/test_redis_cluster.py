@@ -59,7 +59,7 @@ def test_slots_that_move_are_followed(cluster: list[RedisServer], make: MakeTier
     for server in (cluster[target], cluster[source]):
         server.call("CLUSTER", "SETSLOT", str(slot), "NODE", ids[target])
     assert outcomes(read(it.tier, it.space, keys)) == [HIT] * 30  # MOVED
-    assert it.tier.remove(it.space, keys, deadline=deadline_in(5)) == [True] * 30
+    assert it.tier.remove(it.space, keys, deadline=deadline_in(20)) == [True] * 30
     cluster[source].call("CLUSTER", "SETSLOT", str(slot), "NODE", ids[source])
     cluster[target].call("CLUSTER", "SETSLOT", str(slot), "NODE", ids[source])
 
@@ -75,7 +75,7 @@ def test_a_lost_server_costs_its_share(make: MakeTier) -> None:
         results = outcomes(read(it.tier, it.space, keys))
         wanted = [ReadOutcome.FAILED if gone else HIT for gone in lost]
         assert results == wanted
-        there = it.tier.contains(it.space, keys, deadline=deadline_in(5))
+        there = it.tier.contains(it.space, keys, deadline=deadline_in(20))
         assert there == [not gone for gone in lost]
         assert not it.tier.usage().healthy
         servers[2].start()

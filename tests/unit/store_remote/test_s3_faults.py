@@ -115,7 +115,7 @@ def test_a_slow_store_holds_nobody_beyond_the_deadline(store: FakeS3, make: Make
     assert time.monotonic() - start < 1.0
     store.gate.set()
     flying = [r.in_flight for r in results if r.in_flight is not None]
-    assert all(event.wait(10) for event in flying)
+    assert all(event.wait(20) for event in flying)
     wait_until(lambda: outcomes(read(it.tier, it.space, it.keys)) == [HIT] * 4, 5)
 
 
@@ -157,7 +157,7 @@ def test_large_objects_are_uploaded_in_pieces(store: FakeS3, make: Make) -> None
     assert store.seen["POST"] >= 4
     assert outcomes(read(it.tier, space, keys)) == [HIT] * 2
     assert written(write(it.tier, space, keys)) == [PRESENT] * 2
-    assert it.tier.remove(space, keys, deadline=deadline_in(5)) == [True, True]
+    assert it.tier.remove(space, keys, deadline=deadline_in(20)) == [True, True]
     assert store.objects == {}
 
 

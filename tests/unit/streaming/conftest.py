@@ -25,7 +25,7 @@ def store() -> Iterator[MemoryStore]:
     """Empty at the start; at the end nothing may be leased, and no thread of a stream may be left."""
     store = MemoryStore(4 << 20)
     yield store
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 20
     while (stats := store.stats()).leases or stats.pinned_nbytes or stats.quarantined_nbytes:
         assert time.monotonic() < limit, f"left behind: {stats}"
         time.sleep(0.01)

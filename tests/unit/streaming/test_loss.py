@@ -33,11 +33,11 @@ def test_what_was_lost_before_stays_marked_at_a_receiver_that_takes_it(
     with DecodeEnd("inproc://loss", store, spec, codec=StreamCodec(allow_lossy=True)) as end:
         sender = begun(end, kv)
         assert sender.takes_lossy
-        with end.receiver(deadline_in(10)) as receiver:
+        with end.receiver(deadline_in(20)) as receiver:
             assert sender.finish(handoff(TOKENS), deadline_in(20), lossy={1, 2}).stored_blocks == 3
-            receiver.wait(deadline_in(10))
+            receiver.wait(deadline_in(20))
     assert store.namespace(spec).lookup(kv.keys).prefix == 1
-    with store.namespace(spec, takes_lossy=True).load(kv.keys, deadline=deadline_in(5)) as lease:
+    with store.namespace(spec, takes_lossy=True).load(kv.keys, deadline=deadline_in(20)) as lease:
         assert lease.lossy == {1, 2}
 
 
@@ -48,7 +48,7 @@ def test_a_sender_hands_nothing_lossy_over_to_a_receiver_that_takes_none(
     with begun(end, kv) as sender:
         assert not sender.takes_lossy
         with (
-            end.receiver(deadline_in(10)),
+            end.receiver(deadline_in(20)),
             pytest.raises(ProtocolError, match="2 blocks have lost something, and the receiver takes no"),
         ):
             sender.finish(handoff(TOKENS), deadline_in(20), lossy={1, 2})
@@ -72,7 +72,7 @@ def test_a_receiver_does_not_rely_on_that(
     with DecodeEnd("inproc://loss", store, spec, codec=StreamCodec(allow_lossy=takes_lossy)) as end:
         monkeypatch.setattr("kvferry.streaming.sender.require_exact", lambda *_, **__: None)
         sender = begun(end, kv)
-        with end.receiver(deadline_in(10)), pytest.raises(ProtocolError, match=message):
+        with end.receiver(deadline_in(20)), pytest.raises(ProtocolError, match=message):
             sender.finish(handoff(TOKENS), deadline_in(20), lossy=lossy)
     assert store.stats().entries == 0
 
@@ -85,8 +85,8 @@ def test_a_sender_that_cannot_tell_is_taken_where_it_does_not_matter(
     with DecodeEnd("inproc://loss", store, spec, codec=StreamCodec(allow_lossy=takes_lossy)) as end:
         channel = end.connect()
         if takes_lossy:
-            assert channel.call(begin, StreamReady, deadline=deadline_in(10)).takes_lossy is True
+            assert channel.call(begin, StreamReady, deadline=deadline_in(20)).takes_lossy is True
         else:
             with pytest.raises(CodecError, match=r"too old to say what has lost something.*allow_lossy"):
-                channel.call(begin, StreamReady, deadline=deadline_in(10))
+                channel.call(begin, StreamReady, deadline=deadline_in(20))
         channel.abort()

@@ -84,8 +84,8 @@ def stream(
     for layer in range(len(kv.spec.layers)):
         sender.put_layer(layer, kv.put(layer))
     done = sender.finish(handoff, deadline_in(20))
-    with end.receiver(deadline_in(10)) as receiver:
-        assert receiver.wait(deadline_in(10)) == handoff
+    with end.receiver(deadline_in(20)) as receiver:
+        assert receiver.wait(deadline_in(20)) == handoff
         for layer in range(len(kv.spec.layers)):
             for block in range(3):
                 assert receiver.view(layer, block) == kv.layer_bytes(layer, block)
@@ -99,7 +99,7 @@ def told(handoff: Callable[[int], Handoff]) -> Handoff:
 
 def settled(store: MemoryStore) -> None:
     """Nothing is held, and nothing waits for anybody."""
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 20
     while (stats := store.stats()).leases or stats.pinned_nbytes or stats.quarantined_nbytes:
         assert time.monotonic() < limit, stats
         time.sleep(0.005)
@@ -135,7 +135,7 @@ def test_stored_blocks_are_not_written_again(
     assert sender.missing == {TAIL}
     sender.abort("enough")
     with pytest.raises(RequestCancelledError):
-        end.receiver(deadline_in(10)).wait(deadline_in(10))
+        end.receiver(deadline_in(20)).wait(deadline_in(20))
 
 
 @pytest.mark.parametrize("why", ["no map", "other capabilities", "a map that was dropped", "too large"])
@@ -145,10 +145,10 @@ def test_frames_where_slots_cannot_be_written(
     arena: SharedArena | None = SharedArena()
     if why == "no map":
         arena = None
-        channel = Channel.connect(end.address, ChannelOptions(role="p", session="s"), deadline_in(10))
+        channel = Channel.connect(end.address, ChannelOptions(role="p", session="s"), deadline_in(20))
     elif why == "other capabilities":
         options = ChannelOptions(role="p", session="s", capabilities=("shared_arena",))
-        channel = Channel.connect(end.address, options, deadline_in(10))
+        channel = Channel.connect(end.address, options, deadline_in(20))
     elif why == "too large":
         arena = SharedArena(max_nbytes=4096)
     else:
@@ -202,7 +202,7 @@ def test_slots_come_back_when_the_sender_gives_up(
     sender.put_layer(0, kv.put(0))
     sender.abort("no longer wanted")
     with pytest.raises(RequestCancelledError, match="no longer wanted"):
-        end.receiver(deadline_in(10)).wait(deadline_in(10))
+        end.receiver(deadline_in(20)).wait(deadline_in(20))
     settled(store)
     assert store.stats().used_nbytes == 0
 
@@ -212,17 +212,17 @@ def test_slots_wait_for_the_senders_word_when_the_receiver_gives_up(
 ) -> None:
     sender = begin(channel, kv, SharedArena())
     sender.put_layer(0, kv.put(0))
-    assert held.inside.wait(10)
-    receiver = end.receiver(deadline_in(10))
+    assert held.inside.wait(20)
+    receiver = end.receiver(deadline_in(20))
     closing = threading.Thread(target=receiver.close)
     closing.start()
-    limit = deadline_in(10)
+    limit = deadline_in(20)
     while not store.stats().quarantined_nbytes:
         assert time_left(limit)
         time.sleep(0.002)
     assert store.arena.used_nbytes, "the slots are not used again while a copy runs"
     held.go_on.set()
-    closing.join(10)
+    closing.join(20)
     assert not closing.is_alive()
     settled(store)
     assert store.stats().used_nbytes == 0
@@ -239,7 +239,7 @@ def test_the_senders_word_comes_whatever_ended_the_stream(
     monkeypatch.setattr(Arrivals, "check", refuse)
     sender = begin(channel, kv, SharedArena())
     sender.put_layer(0, kv.put(0))
-    assert isinstance(end.error(deadline_in(10)), CapacityError)
+    assert isinstance(end.error(deadline_in(20)), CapacityError)
     settled(store)
     assert end.watch.reap() == 0
     assert isinstance(sender.error, CapacityError)
@@ -257,8 +257,8 @@ def test_a_copy_that_outlives_the_patience_of_the_receiver_keeps_the_slots(
     monkeypatch.setattr("kvferry.streaming.segments._SETTLE_S", 0.1)
     sender = begin(channel, kv, SharedArena())
     sender.put_layer(0, kv.put(0))
-    assert held.inside.wait(10)
-    end.receiver(deadline_in(10)).close()
+    assert held.inside.wait(20)
+    end.receiver(deadline_in(20)).close()
     assert end.watch.reap() == 1  # this process, which goes on
     assert store.stats().quarantined_nbytes == store.stats().used_nbytes > 0
     held.go_on.set()
@@ -278,7 +278,7 @@ def test_a_sender_that_never_wrote_gives_its_word_too(
     with pytest.raises(ProtocolError, match="no sense"):
         begin(channel, kv, SharedArena())
     with pytest.raises(RequestCancelledError, match="no sense"):
-        end.receiver(deadline_in(10)).wait(deadline_in(10))
+        end.receiver(deadline_in(20)).wait(deadline_in(20))
     settled(store)
     assert end.watch.reap() == 0
 
@@ -294,7 +294,7 @@ def test_closed_between_start_and_run(
 
     monkeypatch.setattr(LayerReceiver, "run", closed_first)
     sender = begin(channel, kv, SharedArena())
-    assert isinstance(end.error(deadline_in(10)), RequestCancelledError)
+    assert isinstance(end.error(deadline_in(20)), RequestCancelledError)
     settled(store)
     assert end.watch.reap() == 0
     sender.abort("done")
@@ -311,10 +311,10 @@ def opened(channel: Channel, kv: PromptKV) -> tuple[SharedArena, StreamSlots]:
         tells_lossy=True,
     )
     arena, slots = SharedArena(), None
-    channel.send(opening, deadline=deadline_in(10))
-    while not isinstance((incoming := channel.receive(deadline_in(10))).message, StreamReady):
+    channel.send(opening, deadline=deadline_in(20))
+    while not isinstance((incoming := channel.receive(deadline_in(20))).message, StreamReady):
         if isinstance(incoming.message, ArenaSegments):
-            arena.take(channel, incoming, deadline_in(10))
+            arena.take(channel, incoming, deadline_in(20))
         elif isinstance(incoming.message, StreamSlots):
             slots = incoming.message
     assert slots is not None
@@ -327,11 +327,11 @@ def test_layers_are_only_taken_for_slots_that_were_granted(
     _, slots = opened(channel, kv)
     assert [placed.block for placed in slots.slots] == [0, 1]
     assert slots.epoch == store.arena.epoch
-    channel.send(LayerPlaced(layer=0, blocks=(0, TAIL)), deadline=deadline_in(10))
-    failure = channel.receive(deadline_in(10)).message
+    channel.send(LayerPlaced(layer=0, blocks=(0, TAIL)), deadline=deadline_in(20))
+    failure = channel.receive(deadline_in(20)).message
     assert isinstance(failure, Failure)
     assert "not granted" in failure.message
-    channel.send(AbortStream(), deadline=deadline_in(10))
+    channel.send(AbortStream(), deadline=deadline_in(20))
     settled(store)
     assert end.watch.reap() == 0
 
@@ -344,15 +344,15 @@ def test_a_process_that_leaves_without_a_word_too_often_gets_no_more_slots(
         channel = end.connect()
         opened(channel, kv)
         channel.abort()
-        end.error(deadline_in(10))
+        end.error(deadline_in(20))
         assert end.watch.reap() == left
     channel = end.connect()
     opening = BeginStream(
         stream="s", spec=kv.spec, keys=b"".join(kv.keys), tail_tokens=0, timeout_s=20, tells_lossy=True
     )
-    ready = channel.call(opening, StreamReady, deadline=deadline_in(10))
+    ready = channel.call(opening, StreamReady, deadline=deadline_in(20))
     assert ready.missing == (0, 1)
     channel.abort()
-    end.error(deadline_in(10))
+    end.error(deadline_in(20))
     end.watch.close()
     settled(store)

@@ -51,11 +51,11 @@ def kv(spec: KVSpec) -> PromptKV:
 def _save(namespace: MemoryNamespace, kv: PromptKV, *blocks: int) -> None:
     for b in blocks:
         data = [(kv.keys[b], kv.block_bytes(b))]
-        namespace.save(data, parent=kv.keys[b - 1] if b else None, deadline=deadline_in(1))
+        namespace.save(data, parent=kv.keys[b - 1] if b else None, deadline=deadline_in(20))
 
 
 def _until_expired(store: MemoryStore) -> None:
-    limit = deadline_in(5)
+    limit = deadline_in(20)
     while store.stats().leases:
         assert not is_past(limit)
         time.sleep(0.01)
@@ -68,7 +68,7 @@ def _slots(store: MemoryStore, kv: PromptKV, race: Race) -> BlockSlots:
 def test_a_block_stored_before_the_reservation_is_held_instead(store: MemoryStore, kv: PromptKV) -> None:
     plain = store.namespace(kv.spec)
     slots = _slots(store, kv, lambda step: _save(plain, kv, 1) if step == "reserve" else None)
-    slots.take(deadline_in(1))
+    slots.take(deadline_in(20))
     assert slots.missing == {0, 2, 3}
     assert slots.readable(1, 2).tobytes() == kv.layer_bytes(2, 1)
     slots.give_up()
@@ -79,7 +79,7 @@ def test_a_block_evicted_before_the_lease_is_missing(store: MemoryStore, kv: Pro
     plain = store.namespace(kv.spec)
     _save(plain, kv, 0, 1, 2)
     slots = _slots(store, kv, lambda step: plain.remove([kv.keys[1]]) if step == "load" else None)
-    slots.take(deadline_in(1))
+    slots.take(deadline_in(20))
     assert 1 in slots.missing
     assert 0 not in slots.missing
     slots.give_up()
@@ -97,7 +97,7 @@ def test_blocks_that_come_and_go_all_the_time_are_an_error(store: MemoryStore, k
 
     slots = _slots(store, kv, race)
     with pytest.raises(StoreError, match="the store is too small"):
-        slots.take(deadline_in(1))
+        slots.take(deadline_in(20))
     slots.give_up()
     assert store.stats().leases == 0
 
@@ -115,7 +115,7 @@ def test_given_up_while_taking(store: MemoryStore, kv: PromptKV, at: str) -> Non
 
     slots = _slots(store, kv, race)
     with pytest.raises(LeaseExpiredError, match="given up"):
-        slots.take(deadline_in(1))
+        slots.take(deadline_in(20))
     stats = store.stats()
     assert (stats.leases, stats.pinned_nbytes) == (0, 0)
 
@@ -124,7 +124,7 @@ def test_a_block_removed_after_it_was_leased_is_received_again(store: MemoryStor
     plain = store.namespace(kv.spec)
     _save(plain, kv, 0, 1)
     slots = _slots(store, kv, lambda step: plain.remove(kv.keys[:2]) if step == "reserve" else None)
-    slots.take(deadline_in(1))
+    slots.take(deadline_in(20))
     assert slots.missing == {2, 3}, "what is leased stays, also when it was removed"
     assert slots.readable(0, 0).tobytes() == kv.layer_bytes(0, 0)
     slots.give_up()
@@ -132,16 +132,18 @@ def test_a_block_removed_after_it_was_leased_is_received_again(store: MemoryStor
 
 def test_publish_with_an_expired_read_lease_publishes_nothing(spec: KVSpec, kv: PromptKV) -> None:
     """Also while the lease of the reserved slots still holds: a prompt with a hole is of no use."""
-    store = MemoryStore(1 << 20, lease_s=1.0)
+    store = MemoryStore(1 << 20)
     plain = store.namespace(spec)
     _save(plain, kv, 0)
-    slots = BlockSlots(plain, kv.keys)
-    slots.take(deadline_in(1))
-    limit = deadline_in(10)
+
+    def set_lease(step: str) -> None:
+        store.lease_s = 0.1 if step == "load" else 1000.0
+
+    slots = _slots(store, kv, set_lease)
+    slots.take(deadline_in(20))
+    limit = deadline_in(20)
     while store.stats().expired_leases == 0:
         assert not is_past(limit)
-        assert slots._write is not None
-        slots._write.renew()
         time.sleep(0.01)
     assert store.stats().leases == 1
     with pytest.raises(LeaseExpiredError):
@@ -155,7 +157,7 @@ def test_publish_with_an_expired_read_lease_publishes_nothing(spec: KVSpec, kv: 
 def test_an_expired_lease_is_not_renewed(spec: KVSpec, kv: PromptKV) -> None:
     store = MemoryStore(1 << 20, lease_s=0.2)
     slots = BlockSlots(store.namespace(spec), kv.keys)
-    slots.take(deadline_in(1))
+    slots.take(deadline_in(20))
     _until_expired(store)
     with pytest.raises(LeaseExpiredError):
         slots.renew()
@@ -167,7 +169,7 @@ def test_slots_given_up_while_they_are_received_into_are_not_used_again(
     store: MemoryStore, kv: PromptKV
 ) -> None:
     slots = BlockSlots(store.namespace(kv.spec), kv.keys)
-    slots.take(deadline_in(1))
+    slots.take(deadline_in(20))
     with slots.writing():
         slots.give_up()
         stats = store.stats()
@@ -178,9 +180,10 @@ def test_slots_given_up_while_they_are_received_into_are_not_used_again(
 
 
 def test_a_release_too_late_says_so_and_gives_back(spec: KVSpec, kv: PromptKV) -> None:
-    store = MemoryStore(1 << 20, lease_s=0.3)
+    store = MemoryStore(1 << 20)
     slots = BlockSlots(store.namespace(spec), kv.keys)
-    slots.take(deadline_in(1))
+    slots.take(deadline_in(20))
+    store.lease_s = 0.1
     assert slots.publish() == 4
     _until_expired(store)
     with pytest.raises(LeaseExpiredError):

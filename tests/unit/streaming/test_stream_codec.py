@@ -65,11 +65,11 @@ def _send(
     channel = end.connect()
     sender = LayerSender(channel, kv.spec, codec=link)
     sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
-    with end.receiver(deadline_in(10)) as receiver:
+    with end.receiver(deadline_in(20)) as receiver:
         for layer in range(len(kv.spec.layers)):
             sender.put_layer(layer, kv.put(layer))
         done = sender.finish(handoff(len(kv.tokens)), deadline_in(20))
-        receiver.wait(deadline_in(10))
+        receiver.wait(deadline_in(20))
         check(receiver)
     channel.close()
     return done, link
@@ -82,6 +82,22 @@ def _equal(kv: PromptKV) -> Callable[[LayerReceiver], None]:
                 assert receiver.view(layer, block).tobytes() == kv.layer_bytes(layer, block), (layer, block)
 
     return check
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Threads of streams that tests of other files in this process left are not those of these tests."""
+    _OTHERS[:] = threading.enumerate()
+    yield
+    _OTHERS.clear()
+
+
+_OTHERS: list[threading.Thread] = []
+
+
+def _threads_of_streams() -> set[str]:
+    mine = [t.name for t in threading.enumerate() if t not in _OTHERS and "kvferry-stream-" in t.name]
+    return {name.rsplit("-", 1)[0] for name in mine}
 
 
 def _floats(raw: bytes) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -171,7 +187,7 @@ def test_what_a_lossy_codec_brought_reaches_no_tier_that_takes_no_loss(
     with closing(TieredStore(64 * SPEC.block_nbytes, levels)) as store:
         with _end(store, SPEC, StreamCodec(allow_lossy=True)) as end:
             _send(end, kv, StreamCodec(codec), handoff, lambda _: None)
-        assert store.flush(deadline=deadline_in(10))  # nothing counts as lost
+        assert store.flush(deadline=deadline_in(20))  # nothing counts as lost
         kept = {bytes(entry.key) for entry in tier.scan()}
     # the start of a prompt goes as it is
     assert kept == {bytes(key) for key in (kv.keys[:1] if codec == "int8" else kv.keys)}
@@ -183,8 +199,8 @@ def test_a_lossless_receiver_refuses_a_lossy_stream_by_name_before_any_kv(store:
     with _end(store, SPEC, StreamCodec("ebp")) as end:
         sender = LayerSender(end.connect(), SPEC, codec=codec.link(end.address))
         with pytest.raises(CodecError, match=r"int8\(k=channel\).*lossy.*stream\.allow_lossy=true"):
-            sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(10))
-        assert isinstance(end.error(deadline_in(5)), CodecError)
+            sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
+        assert isinstance(end.error(deadline_in(20)), CodecError)
 
 
 def test_an_end_that_decodes_nothing_gets_raw(
@@ -237,17 +253,17 @@ def test_the_model_never_waits_and_encoding_goes_ahead_of_the_link_by_some_frame
     with _end(store, SPEC, StreamCodec()) as end:
         sender = LayerSender(end.connect(), SPEC, codec=link)
         sender.begin("s", kv.keys, 0, deadline=deadline_in(30))
-        receiver = end.receiver(deadline_in(10))
+        receiver = end.receiver(deadline_in(20))
         for layer in range(4):
             sender.put_layer(layer, kv.put(layer))
-        limit = time.monotonic() + 5
+        limit = time.monotonic() + 20
         while encoded < 4:
             assert time.monotonic() < limit
             time.sleep(0.01)
         assert encoded <= 8 + 3 + 2  # the ring, those ahead, one in hand at either end
         go.set()
         sender.finish(handoff(1), deadline_in(30))
-        receiver.wait(deadline_in(10))
+        receiver.wait(deadline_in(20))
         _equal(kv)(receiver)
         receiver.close()
 
@@ -265,15 +281,15 @@ def test_an_error_of_a_codec_ends_the_stream_at_both_ends(
     with _end(store, SPEC, StreamCodec()) as end:
         sender = LayerSender(end.connect(), SPEC, codec=StreamCodec("ebp").link("x"))
         sender.begin("s", kv.keys, 0, deadline=deadline_in(20))
-        with end.receiver(deadline_in(10)):
+        with end.receiver(deadline_in(20)):
             for layer in range(4):
                 sender.put_layer(layer, kv.put(layer))
             with pytest.raises(KVFerryError):
-                sender.finish(handoff(1), deadline_in(10))
+                sender.finish(handoff(1), deadline_in(20))
             assert sender.error is not None
             if where == "decode":
                 assert "broken for the test" in str(sender.error)
-            end.error(deadline_in(5))
+            end.error(deadline_in(20))
         assert end.namespace.lookup(kv.keys).prefix == 0
 
 
@@ -290,10 +306,10 @@ def test_a_frame_that_lies_ends_the_stream(store: MemoryStore) -> None:
             channel = end.connect()
             sender = LayerSender(channel, SPEC, codec=StreamCodec("ebp").link("x"))
             sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
-            with end.receiver(deadline_in(10)):
+            with end.receiver(deadline_in(20)):
                 with suppress(KVFerryError):  # the answer may end the channel before the call returns
-                    channel.send(message, [payload] if payload else [], deadline=deadline_in(5))
-                error = end.error(deadline_in(5))
+                    channel.send(message, [payload] if payload else [], deadline=deadline_in(20))
+                error = end.error(deadline_in(20))
             with pytest.raises(KVFerryError, match=said):
                 raise error
             sender.abort("over")
@@ -305,10 +321,10 @@ def test_an_encoded_layer_that_was_not_agreed_is_refused(store: MemoryStore) -> 
         channel = end.connect()
         sender = LayerSender(channel, SPEC)
         sender.begin("s", kv.keys, 0, deadline=deadline_in(20))
-        with end.receiver(deadline_in(10)):
-            channel.send(PutEncoded(layer=0, blocks=(0,)), [b"x"], deadline=deadline_in(5))
+        with end.receiver(deadline_in(20)):
+            channel.send(PutEncoded(layer=0, blocks=(0,)), [b"x"], deadline=deadline_in(20))
             with pytest.raises(ProtocolError, match="not agreed"):
-                raise end.error(deadline_in(5))
+                raise end.error(deadline_in(20))
         sender.abort("over")
 
 
@@ -320,13 +336,12 @@ def test_raw_has_no_thread_more_and_no_link(
     with _end(store, SPEC, StreamCodec()) as end:
         sender = LayerSender(end.connect(), SPEC)
         sender.begin("s", kv.keys, 0, deadline=deadline_in(20))
-        with end.receiver(deadline_in(10)) as receiver:
-            names = {t.name.rsplit("-", 1)[0] for t in threading.enumerate() if "kvferry-stream-" in t.name}
-            assert names == {"kvferry-stream-send", "kvferry-stream-acks"}
+        with end.receiver(deadline_in(20)) as receiver:
+            assert _threads_of_streams() == {"kvferry-stream-send", "kvferry-stream-acks"}
             for layer in range(4):
                 sender.put_layer(layer, kv.put(layer))
             sender.finish(handoff(1), deadline_in(20))
-            receiver.wait(deadline_in(5))
+            receiver.wait(deadline_in(20))
 
 
 def test_what_is_configured() -> None:
@@ -390,16 +405,15 @@ def test_auto_that_sends_raw_has_no_thread_more_and_chooses_when_a_part_is_sent(
             end.connect(), SPEC, codec=StreamCodec("auto").link(end.address), max_frame_nbytes=1
         )
         sender.begin("s", kv.keys, 0, deadline=deadline_in(20))
-        receiver = end.receiver(deadline_in(10))
+        receiver = end.receiver(deadline_in(20))
         for layer in range(4):
             sender.put_layer(layer, kv.put(layer))
-        assert sent.wait(5)
+        assert sent.wait(20)
         assert 1 <= asked <= 8  # the ring, of 48 frames
-        names = {t.name.rsplit("-", 1)[0] for t in threading.enumerate() if "kvferry-stream-" in t.name}
-        assert names == {"kvferry-stream-send", "kvferry-stream-acks"}
+        assert _threads_of_streams() == {"kvferry-stream-send", "kvferry-stream-acks"}
         go.set()
         sender.finish(handoff(1), deadline_in(20))
-        receiver.wait(deadline_in(10))
+        receiver.wait(deadline_in(20))
         _equal(kv)(receiver)
         receiver.close()
     assert asked == 48
@@ -426,11 +440,11 @@ def test_every_mix_of_ways_brings_every_bit(
         channel = end.connect()
         sender = LayerSender(channel, SPEC, codec=StreamCodec("auto").link(end.address), max_frame_nbytes=1)
         sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
-        with end.receiver(deadline_in(10)) as receiver:
+        with end.receiver(deadline_in(20)) as receiver:
             for layer in range(4):
                 sender.put_layer(layer, kv.put(layer))
             done = sender.finish(handoff(1), deadline_in(20))
-            receiver.wait(deadline_in(10))
+            receiver.wait(deadline_in(20))
             _equal(kv)(receiver)
         channel.close()
     assert done.stored_blocks == 9

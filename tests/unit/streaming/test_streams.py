@@ -31,7 +31,7 @@ MakeHandoff: TypeAlias = Callable[[int], Handoff]
 
 def _check(receiver: LayerReceiver, kv: PromptKV) -> None:
     for layer in range(len(kv.spec.layers)):
-        receiver.wait_layer(layer, deadline_in(10))
+        receiver.wait_layer(layer, deadline_in(20))
         for block in range(kv.blocks):
             view = receiver.view(layer, block)
             assert view.readonly
@@ -54,11 +54,11 @@ def _stream(
     channel = end.connect()
     sender = LayerSender(channel, kv.spec, kv.scope, max_frame_nbytes=max_frame_nbytes)
     missing = sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
-    receiver = end.receiver(deadline_in(10))
+    receiver = end.receiver(deadline_in(20))
     for layer, blocks in puts or [(layer, range(kv.blocks)) for layer in range(len(kv.spec.layers))]:
         sender.put_layer(layer, kv.put(layer, blocks))
     done = sender.finish(_handoff(len(kv.tokens)), deadline_in(20))
-    assert receiver.wait(deadline_in(10)) == _handoff(len(kv.tokens))
+    assert receiver.wait(deadline_in(20)) == _handoff(len(kv.tokens))
     _check(receiver, kv)
     receiver.close()
     channel.close()
@@ -69,7 +69,7 @@ def _stream(
 
 
 def _check_stored(end: DecodeEnd, kv: PromptKV) -> None:
-    with end.namespace.load(kv.keys, deadline=deadline_in(1)) as lease:
+    with end.namespace.load(kv.keys, deadline=deadline_in(20)) as lease:
         assert [lease.view(b).tobytes() for b in range(len(lease))] == [
             kv.block_bytes(b) for b in range(len(kv.keys))
         ]
@@ -105,7 +105,7 @@ def test_layers_and_blocks_in_any_order(end: DecodeEnd, spec: KVSpec) -> None:
 def test_only_missing_blocks_travel(end: DecodeEnd, spec: KVSpec, present: list[int]) -> None:
     kv = PromptKV(spec, 16 * 6 + 5)
     end.namespace.save(
-        [(kv.keys[b], kv.block_bytes(b)) for b in present], parent=None, deadline=deadline_in(1)
+        [(kv.keys[b], kv.block_bytes(b)) for b in present], parent=None, deadline=deadline_in(20)
     )
     missing, done = _stream(end, kv)
     assert missing == frozenset(range(6)) - frozenset(present)
@@ -133,12 +133,12 @@ def test_several_streams_over_one_channel(end: DecodeEnd, spec: KVSpec) -> None:
     for seed in range(3):
         kv = PromptKV(spec, 40, seed=seed)
         sender = LayerSender(channel, spec)
-        sender.begin(f"s{seed}", kv.keys, kv.tail_tokens, deadline=deadline_in(10))
+        sender.begin(f"s{seed}", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
         for layer in range(4):
             sender.put_layer(layer, kv.put(layer))
-        sender.finish(_handoff(40), deadline_in(10))
-        with end.receiver(deadline_in(10)) as receiver:
-            receiver.wait(deadline_in(10))
+        sender.finish(_handoff(40), deadline_in(20))
+        with end.receiver(deadline_in(20)) as receiver:
+            receiver.wait(deadline_in(20))
             _check(receiver, kv)
     channel.close()
 
@@ -246,32 +246,32 @@ def test_another_spec_is_refused_before_any_kv_moves(store: MemoryStore, what: s
         kv = PromptKV(theirs, 40)
         sender = LayerSender(end.connect(), theirs)
         with pytest.raises(SpecMismatchError) as caught:
-            sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(10))
+            sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
         assert theirs.describe() in str(caught.value)
         assert ours.describe() in str(caught.value)
         assert isinstance(sender.error, SpecMismatchError)
-        assert isinstance(end.error(deadline_in(5)), SpecMismatchError)
+        assert isinstance(end.error(deadline_in(20)), SpecMismatchError)
         stats = store.stats()
         assert (stats.used_nbytes, stats.leases, stats.lookups) == (0, 0, 0)
         sender.put_layer(0, kv.put(0))  # the model's thread is not broken
         with pytest.raises(SpecMismatchError):
-            sender.finish(_handoff(40), deadline_in(5))
+            sender.finish(_handoff(40), deadline_in(20))
 
 
 def test_another_scope_is_refused(end: DecodeEnd, spec: KVSpec) -> None:
     sender = LayerSender(end.connect(), spec, KeyScope(adapter="a"))
     with pytest.raises(SpecMismatchError, match="adapter 'a' against None"):
-        sender.begin("s", [], 3, deadline=deadline_in(10))
+        sender.begin("s", [], 3, deadline=deadline_in(20))
 
 
 def test_no_room_is_refused_and_nothing_is_held(spec: KVSpec) -> None:
     store = MemoryStore(4 * 4096)
     with DecodeEnd("inproc://decode", store, spec) as end:
         kv = PromptKV(spec, 16 * 6)
-        end.namespace.save([(kv.keys[0], kv.block_bytes(0))], parent=None, deadline=deadline_in(1))
+        end.namespace.save([(kv.keys[0], kv.block_bytes(0))], parent=None, deadline=deadline_in(20))
         sender = LayerSender(end.connect(), spec)
         with pytest.raises(CapacityError):
-            sender.begin("s", kv.keys, 0, deadline=deadline_in(10))
+            sender.begin("s", kv.keys, 0, deadline=deadline_in(20))
         assert store.stats().leases == 0
         assert store.stats().pinned_nbytes == 0
         _stream(end, PromptKV(spec, 16 * 4, seed=5))
@@ -282,7 +282,7 @@ def test_no_room_is_refused_and_nothing_is_held(spec: KVSpec) -> None:
 def test_a_tail_is_shorter_than_a_block(end: DecodeEnd, spec: KVSpec, tail_tokens: int) -> None:
     channel = end.connect()
     with pytest.raises(ConfigError, match=r"must be 0\.\.15"):
-        LayerSender(channel, spec).begin("s", [], tail_tokens, deadline=deadline_in(10))
+        LayerSender(channel, spec).begin("s", [], tail_tokens, deadline=deadline_in(20))
     channel.close()
 
 
@@ -295,10 +295,10 @@ def test_misuse_of_a_sender(end: DecodeEnd, spec: KVSpec) -> None:
     with pytest.raises(ProtocolError, match="before begin"):
         sender.put_layer(0, kv.put(0))
     with pytest.raises(ProtocolError, match="before begin"):
-        sender.finish(_handoff(40), deadline_in(1))
-    sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(10))
+        sender.finish(_handoff(40), deadline_in(20))
+    sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
     with pytest.raises(ProtocolError, match="one stream a sender"):
-        sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(10))
+        sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
     sender.put_layer(0, kv.put(0))
     with pytest.raises(ProtocolError, match="block 0 of layer 0 was put twice"):
         sender.put_layer(0, kv.put(0))
@@ -312,23 +312,23 @@ def test_misuse_of_a_sender(end: DecodeEnd, spec: KVSpec) -> None:
         sender.put_layer(1, [(2, kv.tensors(1, 0))])
     for layer in range(1, 4):
         sender.put_layer(layer, kv.put(layer))
-    sender.finish(_handoff(40), deadline_in(10))
+    sender.finish(_handoff(40), deadline_in(20))
     with pytest.raises(ProtocolError, match="after finish"):
         sender.put_layer(0, [])
     sender.abort("too late to matter")
     assert sender.error is None
-    end.receiver(deadline_in(5)).close()
+    end.receiver(deadline_in(20)).close()
 
 
 def test_finish_with_a_layer_never_put_aborts(end: DecodeEnd, spec: KVSpec) -> None:
     kv = PromptKV(spec, 40)
     sender = LayerSender(end.connect(), spec)
-    sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(10))
+    sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
     for layer in (0, 1, 3):
         sender.put_layer(layer, kv.put(layer))
     with pytest.raises(ProtocolError, match="block 0 of layer 2 was never put"):
-        sender.finish(_handoff(40), deadline_in(10))
-    assert isinstance(end.error(deadline_in(5)), RequestCancelledError)
+        sender.finish(_handoff(40), deadline_in(20))
+    assert isinstance(end.error(deadline_in(20)), RequestCancelledError)
     assert end.namespace.lookup(kv.keys).prefix == 0
 
 
@@ -337,10 +337,10 @@ def test_views_before_the_end(end: DecodeEnd, spec: KVSpec) -> None:
     kv = PromptKV(spec, 40)
     channel = end.connect()
     sender = LayerSender(channel, spec)
-    sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(10))
-    receiver = end.receiver(deadline_in(10))
+    sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
+    receiver = end.receiver(deadline_in(20))
     sender.put_layer(2, kv.put(2))
-    receiver.wait_layer(2, deadline_in(10))
+    receiver.wait_layer(2, deadline_in(20))
     early = [receiver.view(2, b) for b in range(3)]
     assert [v.tobytes() for v in early] == [kv.layer_bytes(2, b) for b in range(3)]
     with pytest.raises(ProtocolError, match="not in place yet"):
@@ -348,7 +348,7 @@ def test_views_before_the_end(end: DecodeEnd, spec: KVSpec) -> None:
     with pytest.raises(IndexError):
         receiver.view(2, 3)
     with pytest.raises(IndexError):
-        receiver.wait_layer(4, deadline_in(1))
+        receiver.wait_layer(4, deadline_in(20))
     with pytest.raises(TransferTimeoutError, match="1 of 4 layers complete"):
         receiver.wait_layer(1, deadline_in(0.01))
     with pytest.raises(TransferTimeoutError):
@@ -357,8 +357,8 @@ def test_views_before_the_end(end: DecodeEnd, spec: KVSpec) -> None:
     assert receiver.complete_at == 0
     for layer in (0, 1, 3):
         sender.put_layer(layer, kv.put(layer))
-    sender.finish(_handoff(40), deadline_in(10))
-    receiver.wait(deadline_in(10))
+    sender.finish(_handoff(40), deadline_in(20))
+    receiver.wait(deadline_in(20))
     assert [v.tobytes() for v in early] == [kv.layer_bytes(2, b) for b in range(3)]
     assert receiver.complete_at > 0
     receiver.close()

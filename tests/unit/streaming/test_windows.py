@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
@@ -154,8 +154,8 @@ def stream(
     for layer in range(len(kv.spec.layers)):
         sender.put_layer(layer, kv.put(layer))
     done = sender.finish(told, deadline_in(20))
-    with end.receiver(deadline_in(10)) as receiver:
-        assert receiver.wait(deadline_in(10)) == told
+    with end.receiver(deadline_in(20)) as receiver:
+        assert receiver.wait(deadline_in(20)) == told
         for layer in range(len(kv.spec.layers)):
             for block in range(3):
                 assert receiver.view(layer, block) == kv.layer_bytes(layer, block)
@@ -163,7 +163,7 @@ def stream(
 
 
 def until(condition: Callable[[], bool]) -> None:
-    limit = deadline_in(10)
+    limit = deadline_in(20)
     while not condition():
         assert time_left(limit), "it never came"
         time.sleep(0.002)
@@ -233,9 +233,9 @@ def test_frames_where_there_are_no_windows(
     monkeypatch.setattr(other, "name", "nixl")
     if why == "no endpoint":
         mine = None
-        channel = Channel.connect(end.address, ChannelOptions(role="p", session="s"), deadline_in(10))
+        channel = Channel.connect(end.address, ChannelOptions(role="p", session="s"), deadline_in(20))
     elif why == "no capability":
-        channel = Channel.connect(end.address, ChannelOptions(role="p", session="s"), deadline_in(10))
+        channel = Channel.connect(end.address, ChannelOptions(role="p", session="s"), deadline_in(20))
     elif why == "another transport":
         mine = other
     else:
@@ -289,24 +289,29 @@ def test_neighbouring_slots_share_a_window(spec: KVSpec) -> None:
 
 @pytest.mark.parametrize("who", ["sender", "receiver", "connection"])
 def test_windows_are_closed_however_the_stream_ends(
-    channel: Channel, end: DecodeEnd, store: MemoryStore, kv: PromptKV, regions: Counted, who: str
+    channel: Channel,
+    end: DecodeEnd,
+    store: MemoryStore,
+    kv: PromptKV,
+    regions: Counted,
+    who: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvferry.streaming.receiver._CLOSE_TIMEOUT_S", 1000.0)  # it is not what ends it
     regions.go_on.clear()
     sender = begin(channel, kv, regions)
     sender.put_layer(0, kv.put(0))
-    assert regions.writing.wait(10)
-    receiver = end.receiver(deadline_in(10))
+    assert regions.writing.wait(20)
+    receiver = end.receiver(deadline_in(20))
     assert regions.open
     if who == "sender":
         sender.abort("no longer wanted")
     elif who == "receiver":
-        started = time.monotonic()
         receiver.close()
-        assert time.monotonic() - started < 3
     else:
         channel.abort()
     with pytest.raises(KVFerryError):
-        receiver.wait(deadline_in(10))
+        receiver.wait(deadline_in(20))
     until(lambda: not regions.open)
     settled(store)
     assert store.stats().used_nbytes == 0
@@ -314,14 +319,19 @@ def test_windows_are_closed_however_the_stream_ends(
 
 
 def test_a_stream_that_expires_closes_its_windows(
-    channel: Channel, end: DecodeEnd, store: MemoryStore, kv: PromptKV, regions: Counted
+    end: DecodeEnd, store: MemoryStore, kv: PromptKV, regions: Counted
 ) -> None:
     regions.go_on.clear()
-    sender = LayerSender(channel, kv.spec, regions=regions)
-    sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(0.5))
+    for limit in (0.4, 2.0, 10.0):  # longer where the machine was too slow to begin in time
+        sender = LayerSender(end.connect(), kv.spec, regions=regions)
+        with suppress(KVFerryError):
+            sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(limit))
+            break
+    else:
+        pytest.fail("no stream could be begun")
     sender.put_layer(0, kv.put(0))
     with pytest.raises(KVFerryError):
-        end.receiver(deadline_in(10)).wait(deadline_in(10))
+        end.receiver(deadline_in(20)).wait(deadline_in(20))
     until(lambda: not regions.open)
     settled(store)
     sender.abort("done")
@@ -335,7 +345,7 @@ def test_slots_stay_in_quarantine_while_a_window_cannot_be_closed(
     sender.put_layer(0, kv.put(0))
     sender.abort("enough")
     with pytest.raises(RequestCancelledError):
-        end.receiver(deadline_in(10)).wait(deadline_in(10))
+        end.receiver(deadline_in(20)).wait(deadline_in(20))
     until(lambda: end.keeper.reap() == 1)
     assert store.stats().quarantined_nbytes == store.stats().used_nbytes > 0
     regions.refuse_close = False
@@ -355,16 +365,16 @@ def test_layers_are_only_taken_for_blocks_with_a_window(
         timeout_s=20,
         tells_lossy=True,
     )
-    channel.send(opening, deadline=deadline_in(10))
-    message = channel.receive(deadline_in(10)).message
+    channel.send(opening, deadline=deadline_in(20))
+    message = channel.receive(deadline_in(20)).message
     assert isinstance(message, StreamWindows)
     assert message.transport == "memory"
     assert [block for block, _, _ in message.slots] == [0, 1]
-    assert isinstance(channel.receive(deadline_in(10)).message, StreamReady)
-    channel.send(LayerPlaced(layer=0, blocks=(0, TAIL)), deadline=deadline_in(10))
-    failure = channel.receive(deadline_in(10)).message
+    assert isinstance(channel.receive(deadline_in(20)).message, StreamReady)
+    channel.send(LayerPlaced(layer=0, blocks=(0, TAIL)), deadline=deadline_in(20))
+    failure = channel.receive(deadline_in(20)).message
     assert isinstance(failure, Failure)
     assert "not granted" in failure.message
-    assert isinstance(end.error(deadline_in(10)), ProtocolError)
+    assert isinstance(end.error(deadline_in(20)), ProtocolError)
     until(lambda: not regions.open)
     settled(store)

@@ -124,7 +124,7 @@ def test_full_queue_of_a_listener(pool: ThreadPoolExecutor) -> None:
             connect(URL, deadline_in(0.05))
         waiting = Blocked(pool, lambda: connect(URL, deadline_in(LONG_S)))
         listener.accept(deadline_in(LONG_S)).close()
-        made = waiting.future.result(timeout=5)
+        made = waiting.future.result(timeout=20)
         assert isinstance(made, Connection)
         made.close()
         closed = Blocked(pool, lambda: connect(URL, deadline_in(LONG_S)))

@@ -24,7 +24,7 @@ def connected(
         server = socket.create_server((bound, 0), family=kind, dualstack_ipv6=dual)
     except (OSError, ValueError):
         pytest.skip(f"this machine has no {bound}")
-    with server, socket.create_connection((host, server.getsockname()[1]), timeout=10) as one:
+    with server, socket.create_connection((host, server.getsockname()[1]), timeout=20) as one:
         other, _ = server.accept()
         with other:
             yield [one, other]

@@ -79,16 +79,16 @@ def test_guests_without_manners_keep_nobody_out(
     ):
         port = parse_url(server.address).port
         guests = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port or 0), timeout=10))
+            stack.enter_context(socket.create_connection(("127.0.0.1", port or 0), timeout=20))
             for _ in range(4)
         ]
         guests[1].sendall(b"kv")
         guests[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
         guests[3].sendall(b"kvf-ucx\x02\x02\x00\xc1\xc1")
-        one = stack.enter_context(contextlib.closing(UcxTransport().connect(server.address, deadline_in(10))))
-        other = stack.enter_context(contextlib.closing(server.accept(deadline_in(10))))
-        one.send([b"x"], deadline_in(10))
-        other.recv_into([memoryview(bytearray(1))], deadline_in(10))
+        one = stack.enter_context(contextlib.closing(UcxTransport().connect(server.address, deadline_in(20))))
+        other = stack.enter_context(contextlib.closing(server.accept(deadline_in(20))))
+        one.send([b"x"], deadline_in(20))
+        other.recv_into([memoryview(bytearray(1))], deadline_in(20))
         for guest in guests:
             with contextlib.suppress(ConnectionResetError):
                 assert guest.recv(1) == b"", "is turned away in the end"
@@ -100,17 +100,17 @@ def test_guests_that_go_away_at_once_harm_nobody() -> None:
     with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server:
         place = ("127.0.0.1", parse_url(server.address).port or 0)
         for said in range(len(preamble) + 1):
-            with socket.create_connection(place, timeout=10) as guest:
+            with socket.create_connection(place, timeout=20) as guest:
                 guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 guest.sendall(preamble[:said])
-        one = UcxTransport().connect(server.address, deadline_in(10))
-        one.send([b"x"], deadline_in(10))
+        one = UcxTransport().connect(server.address, deadline_in(20))
+        one.send([b"x"], deadline_in(20))
         for _ in range(5):
             with (
-                contextlib.closing(server.accept(deadline_in(10))) as other,
+                contextlib.closing(server.accept(deadline_in(20))) as other,
                 contextlib.suppress(TransportError),
             ):
-                other.recv_into([memoryview(bytearray(1))], deadline_in(10))
+                other.recv_into([memoryview(bytearray(1))], deadline_in(20))
                 break
         else:
             pytest.fail("the good connection was lost")
@@ -125,7 +125,7 @@ def test_ends_with_nothing_in_common_are_refused_on_both_sides(
         others = {"tcp": "posix,cma", "posix,cma": "tcp"}[tls]
         url = f"ucx://127.0.0.1:{parse_url(server.address).port}?tls={others}"
         with pytest.raises(ConnectError) as caught:
-            UcxTransport().connect(url, deadline_in(10))
+            UcxTransport().connect(url, deadline_in(20))
         assert "no transport in common" in str(caught.value)
         assert "cma, posix" in str(caught.value)
         assert "tcp" in str(caught.value)
@@ -160,11 +160,11 @@ def test_preamble_is_read_back() -> None:
 def test_address_carries_options_but_not_those_of_this_host() -> None:
     with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0?tls=tcp&net_devices=lo")) as server:
         assert parse_url(server.address).options == {"tls": "tcp"}
-        one = UcxTransport().connect(server.address, deadline_in(10))
-        other = server.accept(deadline_in(10))
+        one = UcxTransport().connect(server.address, deadline_in(20))
+        other = server.accept(deadline_in(20))
         one.close()
         with pytest.raises(ConnectionClosedError):
-            other.recv_into([memoryview(bytearray(1))], deadline_in(10))
+            other.recv_into([memoryview(bytearray(1))], deadline_in(20))
         other.close()
 
 
@@ -212,7 +212,7 @@ def stranger(server: UcxListener) -> Iterator[tuple[socket.socket, bytes]]:
     """A socket behind a good preamble, and the key of its digests."""
     own = bootstrap.own_preamble(get_context(Options()))
     place = ("127.0.0.1", parse_url(server.address).port or 0)
-    with socket.create_connection(place, timeout=10) as sock:
+    with socket.create_connection(place, timeout=20) as sock:
         sock.sendall(pack_preamble(own))
         prefix = sock.recv(bootstrap.PREFIX_NBYTES, socket.MSG_WAITALL)
         body = sock.recv(parse_prefix(prefix), socket.MSG_WAITALL)
@@ -233,11 +233,11 @@ def test_an_address_that_is_none_never_reaches_ucx(nbytes: int, monkeypatch: pyt
     with (
         contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server,
         stranger(server) as (sock, _),
-        contextlib.closing(server.accept(deadline_in(10))) as other,
+        contextlib.closing(server.accept(deadline_in(20))) as other,
     ):
         sock.sendall(frames.pack_header(frames.OPEN, nbytes) + os.urandom(min(nbytes, 1000)).ljust(nbytes))
         with pytest.raises(ProtocolError):
-            other.recv_into([memoryview(bytearray(300_000))], deadline_in(10))
+            other.recv_into([memoryview(bytearray(300_000))], deadline_in(20))
 
 
 def test_an_address_of_another_connection_or_a_damaged_one_is_refused() -> None:
@@ -257,7 +257,7 @@ def test_a_flood_of_different_garbage_is_one_line(caplog: pytest.LogCaptureFixtu
     with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server:
         place = ("127.0.0.1", parse_url(server.address).port or 0)
         for _ in range(20):
-            with socket.create_connection(place, timeout=10) as guest:
+            with socket.create_connection(place, timeout=20) as guest:
                 guest.sendall(os.urandom(bootstrap.PREFIX_NBYTES))
                 with contextlib.suppress(ConnectionResetError):
                     assert guest.recv(1) == b""
@@ -272,18 +272,18 @@ def test_other_users_of_this_machine_are_refused_at_both_ends(
     with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server:
         url = server.address
         with pytest.raises(AuthError, match=r"lets this process not in.*uid 4242.*allow_uid=4242"):
-            UcxTransport().connect(url, deadline_in(10))
+            UcxTransport().connect(url, deadline_in(20))
     assert "allow_uid=4242" in caplog.text
     with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0?allow_uid=4242")) as server:
         assert parse_url(server.address).options == {"allow_uid": str(os.geteuid())}
         url = f"ucx://127.0.0.1:{parse_url(server.address).port}"
         with pytest.raises(AuthError, match=r"cannot connect.*uid 4242"):
-            UcxTransport().connect(url, deadline_in(10))
-        UcxTransport().connect(f"{url}?allow_uid=4242", deadline_in(10)).close()
+            UcxTransport().connect(url, deadline_in(20))
+        UcxTransport().connect(f"{url}?allow_uid=4242", deadline_in(20)).close()
         owner_unknown = pytest.raises(AuthError, match="allow_uid=any")
         monkeypatch.setattr(peer_owner, "owner_of_peer", lambda _: None)
         with owner_unknown:
-            UcxTransport().connect(url, deadline_in(10))
+            UcxTransport().connect(url, deadline_in(20))
     with contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0?allow_uid=any")) as server:
         url = f"ucx://127.0.0.1:{parse_url(server.address).port}?allow_uid=any"
-        UcxTransport().connect(url, deadline_in(10)).close()
+        UcxTransport().connect(url, deadline_in(20)).close()

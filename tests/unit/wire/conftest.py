@@ -341,7 +341,7 @@ def raw(number: int, message: m.Message, payload: bytes = b"") -> bytes:
 
 def _until(condition: Callable[[], bool]) -> None:
     """Wait for what another thread does; the deadline only ends a broken run."""
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.001)
@@ -429,8 +429,8 @@ def connect() -> Iterator[Connect]:
             "unix": f"unix://{folder.name}/s",
         }[kind]
         listener = transports.listen(url)
-        made.append(transports.connect(listener.address, deadline_in(5)))
-        made.append(listener.accept(deadline_in(5)))
+        made.append(transports.connect(listener.address, deadline_in(20)))
+        made.append(listener.accept(deadline_in(20)))
         listener.close()
         return made[-2], made[-1]
 
@@ -452,10 +452,10 @@ def pair(connect: Connect, spawn: Spawn) -> Pair:
     ) -> tuple[Channel, Channel]:
         here, there = connect(kind)
         server_options = server or ChannelOptions(role="server", session="s-server")
-        accepted = spawn(lambda: Channel.accept(there, server_options, deadline_in(5)))
+        accepted = spawn(lambda: Channel.accept(there, server_options, deadline_in(20)))
         client_options = client or ChannelOptions(role="client", session="s-client")
-        opened = Channel.open(here, client_options, deadline_in(5))
-        return opened, accepted.result(5)
+        opened = Channel.open(here, client_options, deadline_in(20))
+        return opened, accepted.result(20)
 
     return make
 
@@ -475,7 +475,7 @@ def raw_server() -> Iterator[Callable[[Callable[[socket.socket], None]], str]]:
                 except OSError:
                     return
                 with sock:
-                    sock.settimeout(10)
+                    sock.settimeout(20)
                     try:
                         behave(sock)
                         while sock.recv(65536):
@@ -492,5 +492,5 @@ def raw_server() -> Iterator[Callable[[Callable[[socket.socket], None]], str]]:
     for server, thread in servers:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
-        thread.join(10)
+        thread.join(20)
         assert not thread.is_alive()

@@ -21,6 +21,7 @@ from kvferry.wire import Channel, ChannelOptions, Versions
 from kvferry.wire import messages as m
 
 KINDS = ["tcp", "inproc"]
+LATE = "no handshake within 0.3 s"
 OPTIONS = ChannelOptions(role="test", session="s")
 PONG = struct.pack("<4sHHIQIQ", b"KVFY", 1, 5, 0, 0, 8, 0) + b"\x81\xa1t\xa4pong"
 
@@ -36,10 +37,10 @@ def drip(sock: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("behave", "error", "match"),
     [
-        (lambda sock: None, ConnectError, "no handshake within 0.3 s"),
-        (lambda sock: sock.sendall(b"KVF"), ConnectError, "no handshake within 0.3 s"),
-        (lambda sock: sock.sendall(b"\x01\x02\x03"), ConnectError, "no handshake within"),
-        (drip, ConnectError, "no handshake within"),
+        (lambda sock: None, ConnectError, LATE),
+        (lambda sock: sock.sendall(b"KVF"), ConnectError, LATE),
+        (lambda sock: sock.sendall(b"\x01\x02\x03"), ConnectError, LATE),
+        (drip, ConnectError, LATE),
         (lambda sock: sock.sendall(random.Random(1).randbytes(500)), ProtocolError, "does not speak kvferry"),
         (lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), ProtocolError, "look like HTTP"),
         (lambda sock: sock.sendall(b"\x15\x03\x01\x00\x02\x02\x16"), ProtocolError, "look like TLS"),
@@ -54,20 +55,18 @@ def test_a_server_that_is_none_fails_the_connect_in_time(
 ) -> None:
     """C067."""
     address = raw_server(behave)
-    options = ChannelOptions(role="test", session="s", hello_timeout_s=0.3)
-    started = time.monotonic()
+    # who says something wrong is known by it, not by the time that passed: no test may last as long
+    options = ChannelOptions(role="test", session="s", hello_timeout_s=0.3 if match == LATE else 1000.0)
     with pytest.raises(error, match=match) as caught:
-        Channel.connect(address, options, deadline_in(30))
-    assert time.monotonic() - started < 5
+        Channel.connect(address, options, deadline_in(1000))
     assert address in str(caught.value)
 
 
 def test_the_callers_deadline_also_bounds_the_handshake(raw_server: Any) -> None:
     address = raw_server(lambda sock: None)
-    started = time.monotonic()
+    options = ChannelOptions(role="test", session="s", hello_timeout_s=1000.0)
     with pytest.raises(ConnectError, match=address):
-        Channel.connect(address, OPTIONS, deadline_in(0.2))
-    assert time.monotonic() - started < 4.5
+        Channel.connect(address, options, deadline_in(0.2))
 
 
 def test_a_malformed_address_is_a_config_error() -> None:
@@ -76,7 +75,7 @@ def test_a_malformed_address_is_a_config_error() -> None:
 
 
 def accepting(spawn: Any, there: Connection, options: ChannelOptions = OPTIONS) -> Any:
-    return spawn(lambda: Channel.accept(there, options, deadline_in(5)))
+    return spawn(lambda: Channel.accept(there, options, deadline_in(20)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,8 +89,8 @@ def test_neighbouring_versions_talk(
         server=ChannelOptions(role="s", session="s", versions=Versions(*server)),
     )
     assert here.peer.version == there.peer.version == agreed
-    here.send(m.Ping(), deadline=deadline_in(5))
-    assert there.receive(deadline_in(5)).message == m.Ping()
+    here.send(m.Ping(), deadline=deadline_in(20))
+    assert there.receive(deadline_in(20)).message == m.Ping()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,10 +99,10 @@ def test_no_common_version_is_told_to_both(connect: Any, spawn: Any, kind: str) 
     accepted = accepting(spawn, there)
     options = ChannelOptions(role="c", session="s", versions=Versions(4, 5))
     with pytest.raises(ProtocolError, match=r"this side speaks 1\.\.1, the peer 4\.\.5") as caught:
-        Channel.open(here, options, deadline_in(5))
+        Channel.open(here, options, deadline_in(20))
     assert here.peer_address in str(caught.value)
     with pytest.raises(ProtocolError, match=r"4\.\.5"):
-        accepted.result(5)
+        accepted.result(20)
 
 
 def test_the_peers_describe_themselves(pair: Any, peer: Any) -> None:
@@ -131,11 +130,11 @@ def test_credentials_show_nowhere(pair: Any, caplog: pytest.LogCaptureFixture) -
 def test_clock_offset_is_within_its_error(pair: Any, raw_server: Any, peer: Any) -> None:
     client, server = pair()
     assert abs(client.peer.clock_offset) <= client.peer.clock_error + 1e-6
-    assert client.peer.clock_error < 5
+    assert client.peer.clock_error < 60
     assert server.peer.clock_offset <= 0  # same clock, one direction: too small by one message
     assert server.peer.clock_error == math.inf
     asked = time.monotonic()
-    other = Channel.connect(raw_server(peer.handshake_by_hand), OPTIONS, deadline_in(5))
+    other = Channel.connect(raw_server(peer.handshake_by_hand), OPTIONS, deadline_in(20))
     answered = time.monotonic()
     assert abs(other.peer.clock_offset - (1000 - (asked + answered) / 2)) <= answered - asked
     assert 0 < other.peer.clock_error <= (answered - asked) / 2 + 1e-6
@@ -145,20 +144,20 @@ def test_clock_offset_is_within_its_error(pair: Any, raw_server: Any, peer: Any)
 def test_a_stranger_with_a_wrong_first_message_gets_no_answer(connect: Any, spawn: Any) -> None:
     here, there = connect()
     accepted = accepting(spawn, there)
-    here.send([b"\x80\x04\x95 not a hello"], deadline_in(5))
+    here.send([b"\x80\x04\x95 not a hello"], deadline_in(20))
     with pytest.raises(ProtocolError, match="pickle"):
-        accepted.result(5)
+        accepted.result(20)
     with pytest.raises(ConnectionClosedError):
-        here.recv_into([memoryview(bytearray(1))], deadline_in(5))
+        here.recv_into([memoryview(bytearray(1))], deadline_in(20))
 
 
 def test_a_client_that_leaves_in_the_handshake(connect: Any, spawn: Any) -> None:
     here, there = connect()
     accepted = accepting(spawn, there)
-    here.send([b"KVFY\x01"], deadline_in(5))
+    here.send([b"KVFY\x01"], deadline_in(20))
     here.close()
     with pytest.raises(ConnectError, match="closed during the handshake"):
-        accepted.result(5)
+        accepted.result(20)
 
 
 def test_an_unexpected_error_in_the_handshake_leaves_no_connection(
@@ -171,16 +170,16 @@ def test_an_unexpected_error_in_the_handshake_leaves_no_connection(
 
     monkeypatch.setattr(here, "send", fails)
     with pytest.raises(RuntimeError):
-        Channel.open(here, OPTIONS, deadline_in(5))
+        Channel.open(here, OPTIONS, deadline_in(20))
     with pytest.raises(ConnectionClosedError):
-        there.recv_into([memoryview(bytearray(1))], deadline_in(5))
+        there.recv_into([memoryview(bytearray(1))], deadline_in(20))
 
 
 def test_a_peer_that_left_cannot_be_told_why_it_is_refused(connect: Any, spawn: Any) -> None:
     here, there = connect()
     hello = m.Hello(min_version=8, max_version=9, session="s")
     meta = msgspec.msgpack.encode(hello)
-    here.send([struct.pack("<4sHHIQIQ", b"KVFY", 8, 1, 0, 0, len(meta), 0), meta], deadline_in(5))
+    here.send([struct.pack("<4sHHIQIQ", b"KVFY", 8, 1, 0, 0, len(meta), 0), meta], deadline_in(20))
     here.abort()
     with pytest.raises(KVFerryError):
-        accepting(spawn, there).result(5)
+        accepting(spawn, there).result(20)

@@ -39,7 +39,7 @@ def echo(channel: Channel) -> None:
     while True:
         request = channel.receive(deadline_in(60))
         if isinstance(request.message, m.Ping):
-            channel.reply(request, m.Pong(at=1.0), deadline=deadline_in(5))
+            channel.reply(request, m.Pong(at=1.0), deadline=deadline_in(20))
         elif isinstance(request.message, m.AbortStream):
             if request.message.reason == "full":
                 raise CapacityError("arena is full of secrets\nnot of air")
@@ -74,15 +74,15 @@ def serve() -> Iterator[Serve]:
 
 
 def ping(address: str) -> Channel:
-    channel = Channel.connect(address, CLIENT, deadline_in(10))
-    assert channel.call(m.Ping(), m.Pong, deadline=deadline_in(10)) == m.Pong(at=1.0)
+    channel = Channel.connect(address, CLIENT, deadline_in(20))
+    assert channel.call(m.Ping(), m.Pong, deadline=deadline_in(20)) == m.Pong(at=1.0)
     return channel
 
 
 def raw(address: str) -> socket.socket:
     host, _, port = address.removeprefix("tcp://").partition(":")
-    sock = socket.create_connection((host, int(port)), timeout=10)
-    sock.settimeout(10)
+    sock = socket.create_connection((host, int(port)), timeout=20)
+    sock.settimeout(20)
     return sock
 
 
@@ -116,7 +116,7 @@ def test_a_handlers_error_reaches_the_client_and_one_log_line(
     server = serve()
     channel = ping(server.address)
     with pytest.raises(CapacityError, match=f"{channel.address}: arena is full"):
-        channel.call(m.AbortStream(reason="full"), m.Pong, deadline=deadline_in(10))
+        channel.call(m.AbortStream(reason="full"), m.Pong, deadline=deadline_in(20))
     channel.close()
     until(lambda: server.connections == 0)
     lines = [r.getMessage() for r in caplog.records if "capacity" in r.getMessage()]
@@ -130,7 +130,7 @@ def test_a_bug_in_the_handler_shows_its_class_only(
     server = serve()
     channel = ping(server.address)
     with pytest.raises(KVFerryError, match="internal error in test: ZeroDivisionError") as caught:
-        channel.call(m.AbortStream(reason="bug"), m.Pong, deadline=deadline_in(10))
+        channel.call(m.AbortStream(reason="bug"), m.Pong, deadline=deadline_in(20))
     assert "where the secret is" not in str(caught.value)
     channel.close()
     until(lambda: server.connections == 0)
@@ -151,15 +151,15 @@ def test_a_failure_is_heard_behind_a_large_unread_payload(serve: Serve) -> None:
 def test_the_end_of_another_connection_is_told_too(serve: Serve) -> None:
     channel = ping(serve().address)
     with pytest.raises(ConnectionClosedError, match="another worker"):
-        channel.call(m.Describe(), m.Description, deadline=deadline_in(10))
+        channel.call(m.Describe(), m.Description, deadline=deadline_in(20))
     channel.close()
 
 
 def test_a_handler_that_returns_closes(serve: Serve) -> None:
     channel = ping(serve().address)
-    channel.send(m.AbortStream(reason="bye"), deadline=deadline_in(5))
+    channel.send(m.AbortStream(reason="bye"), deadline=deadline_in(20))
     with pytest.raises(ConnectionClosedError):
-        channel.receive(deadline_in(10))
+        channel.receive(deadline_in(20))
 
 
 class Marker:
@@ -216,7 +216,7 @@ def test_garbage_on_the_port_costs_one_line_and_its_own_connection(
             sock.sendall(data)
             assert ended(sock) == b""
     assert not marker.exists()
-    assert good.call(m.Ping(), m.Pong, deadline=deadline_in(10)) == m.Pong(at=1.0)
+    assert good.call(m.Ping(), m.Pong, deadline=deadline_in(20)) == m.Pong(at=1.0)
     good.close()
     until(lambda: server.connections == 0)
     server.close()
@@ -230,24 +230,21 @@ def test_silent_and_slow_strangers_are_cut_off_in_time(serve: Serve, until: Any)
     server = serve(options=ChannelOptions(role="server", session="s", hello_timeout_s=0.3))
     with raw(server.address) as silent, raw(server.address) as short, raw(server.address) as slow:
         short.sendall(b"KVF")
-        started = time.monotonic()
         header = struct.pack("<4sHHIQIQ", b"KVFY", 1, 1, 0, 0, 60_000, 0)
-        sent = 0
-        try:
-            while time.monotonic() - started < 8:  # a byte every now and then does not buy time
-                slow.sendall((header + bytes(60_000))[sent : sent + 1])
-                sent += 1
+        with pytest.raises(OSError):  # noqa: PT012 - a byte every now and then does not buy time
+            for byte in header + bytes(60_000):  # for longer than a test may last
+                slow.sendall(bytes([byte]))
                 time.sleep(0.01)
-        except OSError:
-            pass
-        assert time.monotonic() - started < 5
         assert ended(silent) == ended(short) == b""
     until(lambda: server.connections == 0)
     ping(server.address).close()
 
 
-def test_silent_strangers_do_not_keep_the_refusal_from_who_says_hello(serve: Serve) -> None:
-    server = serve(max_connections=1)
+def test_silent_strangers_do_not_keep_the_refusal_from_who_says_hello(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.wire.channel._FAILURE_TIMEOUT_S", 1000.0)  # their time is never over
+    server = serve(max_connections=1, options=ChannelOptions("server", "s", hello_timeout_s=1000.0))
     with contextlib.ExitStack() as stack:
         for _ in range(60):
             stack.enter_context(raw(server.address))
@@ -260,7 +257,7 @@ def test_one_connection_too_many_is_told_to_come_later(serve: Serve, until: Any)
     server = serve(max_connections=2)
     first, second = ping(server.address), ping(server.address)
     with pytest.raises(OverloadedError, match="test serves 2 connections") as caught:
-        Channel.connect(server.address, CLIENT, deadline_in(10))
+        Channel.connect(server.address, CLIENT, deadline_in(20))
     assert caught.value.retryable
     first.close()
     until(lambda: server.connections == 1)
@@ -277,66 +274,88 @@ def test_a_flood_over_the_limit_costs_few_threads(serve: Serve) -> None:
         assert ended(sock) == b""
         most = max(most, sum(t.name.startswith("kvferry-test") for t in threading.enumerate()))
         sock.close()
-    assert most <= 2 + 8
-    assert good.call(m.Ping(), m.Pong, deadline=deadline_in(10)) == m.Pong(at=1.0)
+    assert most <= 2 + 8 + 5, "and those that are just ending"
+    assert good.call(m.Ping(), m.Pong, deadline=deadline_in(20)) == m.Pong(at=1.0)
     good.close()
 
 
-def test_idle_connections_are_closed_and_busy_ones_are_not(serve: Serve) -> None:
-    finish = threading.Event()
-    busy_done = threading.Event()
+def test_idle_connections_are_closed_and_busy_ones_are_not(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_TICK_S", 0.05)
+    begun, finish, busy_done = (threading.Event() for _ in range(3))
 
     def handler(channel: Channel) -> None:
         request = channel.receive(deadline_in(60))
         if isinstance(request.message, m.Describe):
-            finish.wait(20)  # computes: not idle, though nothing moves
-            channel.send(m.Pong(at=2.0), deadline=deadline_in(5))
+            begun.set()
+            finish.wait(60)  # computes: not idle, though nothing moves
+            channel.send(m.Pong(at=2.0), deadline=deadline_in(20))
             busy_done.set()
             return
         echo(channel)
 
-    server = serve(handler, idle_timeout_s=0.2)
-    busy = Channel.connect(server.address, CLIENT, deadline_in(10))
-    busy.send(m.Describe(), deadline=deadline_in(5))
+    server = serve(handler)
+    busy = Channel.connect(server.address, CLIENT, deadline_in(20))
+    busy.send(m.Describe(), deadline=deadline_in(20))
+    assert begun.wait(20)
+    server._idle_timeout_s = 0.2
     started = time.monotonic()
-    idle = Channel.connect(server.address, CLIENT, deadline_in(10))
+    idle = Channel.connect(server.address, CLIENT, deadline_in(20))
     with pytest.raises(ConnectionClosedError):
-        idle.receive(deadline_in(10))
+        idle.receive(deadline_in(20))
     assert time.monotonic() - started >= 0.15
     finish.set()
-    assert busy.receive(deadline_in(10)).message == m.Pong(at=2.0)
-    assert busy_done.wait(10)
+    assert busy.receive(deadline_in(20)).message == m.Pong(at=2.0)
+    assert busy_done.wait(20)
     busy.close()
 
 
-def test_close_aborts_what_is_under_way(serve: Serve, until: Any) -> None:
+def test_close_aborts_what_is_under_way(serve: Serve, until: Any, caplog: pytest.LogCaptureFixture) -> None:
     server = serve()
     channel = ping(server.address)
     with raw(server.address) as stranger:  # still in its handshake
         until(lambda: server.connections == 2)
-        started = time.monotonic()
         server.close()
-        assert time.monotonic() - started < 5
+        assert not any("did not end" in r.getMessage() for r in caplog.records)
         assert ended(stranger) == b""
     with pytest.raises(ConnectionClosedError):
-        channel.receive(deadline_in(10))
+        channel.receive(deadline_in(20))
     with pytest.raises(ConnectError):
-        Channel.connect(server.address, CLIENT, deadline_in(2))
+        Channel.connect(server.address, CLIENT, deadline_in(20))
     assert server.connections == 0
+
+
+def test_close_also_joins_who_is_just_ending(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten, threads = threading.Event(), []
+    original = ChannelServer._forget
+
+    def forget(self: ChannelServer, served: Any) -> None:
+        original(self, served)
+        threads.append(threading.current_thread())
+        forgotten.set()
+        time.sleep(0.1)
+
+    monkeypatch.setattr(ChannelServer, "_forget", forget)
+    server = serve()
+    ping(server.address).close()
+    assert forgotten.wait(20)
+    server.close()
+    assert not threads[0].is_alive()
 
 
 def test_a_handler_may_close_its_server(serve: Serve) -> None:
     closed = threading.Event()
 
     def handler(channel: Channel) -> None:
-        channel.receive(deadline_in(10))
+        channel.receive(deadline_in(20))
         server.close()
         closed.set()
 
     server = serve(handler)
-    channel = Channel.connect(server.address, CLIENT, deadline_in(10))
-    channel.send(m.Ping(), deadline=deadline_in(5))
-    assert closed.wait(10)
+    channel = Channel.connect(server.address, CLIENT, deadline_in(20))
+    channel.send(m.Ping(), deadline=deadline_in(20))
+    assert closed.wait(20)
     channel.abort()
 
 
@@ -364,7 +383,7 @@ def test_a_handler_that_does_not_end_is_named(
     monkeypatch.setattr(server_module, "_JOIN_TIMEOUT_S", 0.2)
     release = threading.Event()
     server = serve(lambda channel: release.wait(20) and None)
-    channel = Channel.connect(server.address, CLIENT, deadline_in(10))
+    channel = Channel.connect(server.address, CLIENT, deadline_in(20))
     server.close()
     assert any("kvferry-test-1 did not end" in r.getMessage() for r in caplog.records)
     release.set()
@@ -430,9 +449,9 @@ def test_a_hello_of_strange_text_keeps_the_log_in_lines(
     caplog.set_level(logging.DEBUG)
     server = serve()
     options = ChannelOptions(role="x\n2026 ERROR forged", session="s")
-    channel = Channel.connect(server.address, options, deadline_in(10))
+    channel = Channel.connect(server.address, options, deadline_in(20))
     with pytest.raises(CapacityError):
-        channel.call(m.AbortStream(reason="full"), m.Pong, deadline=deadline_in(10))
+        channel.call(m.AbortStream(reason="full"), m.Pong, deadline=deadline_in(20))
     channel.close()
     until(lambda: server.connections == 0)
     assert not [r for r in caplog.records if "forged" in r.getMessage()]
@@ -442,11 +461,11 @@ def test_a_protocol_error_of_a_known_peer_is_logged_and_ends_it(
     serve: Serve, caplog: pytest.LogCaptureFixture, until: Any
 ) -> None:
     server = serve()
-    connection = transports.connect(server.address, deadline_in(5))
-    channel = Channel.open(connection, CLIENT, deadline_in(5))
-    connection.send([b"GET / HTTP/1.1\r\n" + bytes(100)], deadline_in(5))
+    connection = transports.connect(server.address, deadline_in(20))
+    channel = Channel.open(connection, CLIENT, deadline_in(20))
+    connection.send([b"GET / HTTP/1.1\r\n" + bytes(100)], deadline_in(20))
     with pytest.raises((ConnectionClosedError, ProtocolError)):
-        channel.receive(deadline_in(10))
+        channel.receive(deadline_in(20))
     until(lambda: server.connections == 0)
     assert any("[protocol]" in r.getMessage() for r in caplog.records)
 

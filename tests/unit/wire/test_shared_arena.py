@@ -66,13 +66,13 @@ def serve(channel: Channel, arena: Arena, *, may_write: bool = True) -> None:
         try:
             incoming = channel.receive(deadline_in(20))
             if isinstance(incoming.message, Ping):
-                channel.reply(incoming, Pong(), deadline=deadline_in(5))
+                channel.reply(incoming, Pong(), deadline=deadline_in(20))
                 continue
-            offer.answer(incoming, deadline_in(5))
+            offer.answer(incoming, deadline_in(20))
         except ConnectionClosedError:
             return
         except (AuthError, StoreError) as error:
-            channel.send_failure(error, deadline=deadline_in(5))
+            channel.send_failure(error, deadline=deadline_in(20))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def served(pair: Any, spawn: Any, arena: Arena) -> Iterator[Callable[..., Channe
     yield make
     for client, done in made:
         client.abort()
-        done.result(10)
+        done.result(20)
 
 
 def fill(view: memoryview, seed: int) -> None:
@@ -100,7 +100,7 @@ def test_both_sides_see_the_same_memory(served: Callable[..., Channel], arena: A
     shared = SharedArena()
     channel = served()
     assert can_share_arena(channel)
-    shared.attach(channel, deadline_in(5))
+    shared.attach(channel, deadline_in(20))
     assert shared.epoch == arena.epoch
     assert shared.writable
     for seed, slot in enumerate(slots):
@@ -115,15 +115,15 @@ def test_both_sides_see_the_same_memory(served: Callable[..., Channel], arena: A
 
 def test_what_grew_since_is_fetched_once(served: Callable[..., Channel], arena: Arena) -> None:
     channel, shared = served(), SharedArena()
-    assert shared.attach(channel, deadline_in(5)).segments == 0  # an arena takes memory when it is needed
+    assert shared.attach(channel, deadline_in(20)).segments == 0  # an arena takes memory when it is needed
     first = grow(arena, 1)[0]
-    shared.attach(channel, deadline_in(5))
+    shared.attach(channel, deadline_in(20))
     kept = shared.view(first)
     late = grow(arena, 2)[-1]
     with pytest.raises(StoreError, match="not mapped"):
         shared.view(late)
     known = shared.map
-    assert shared.attach(channel, deadline_in(5)) is known
+    assert shared.attach(channel, deadline_in(20)) is known
     assert shared.map.segments == arena.segment_count == 3
     fill(arena.view(late), 1)
     assert shared.view(late) == arena.view(late)
@@ -137,7 +137,7 @@ def test_many_segments_take_several_frames(
     grow(arena, 8)
     shared, channel = SharedArena(), served()
     before = open_descriptors()
-    assert shared.attach(channel, deadline_in(10)).segments == arena.segment_count == 8
+    assert shared.attach(channel, deadline_in(20)).segments == arena.segment_count == 8
     # a mapping keeps one of its own, and there is one of the owner's process
     assert open_descriptors() <= before + 2 * 8 + 1
 
@@ -145,35 +145,35 @@ def test_many_segments_take_several_frames(
 def test_announcements_come_by_themselves(pair: Any, spawn: Any, arena: Arena) -> None:
     client, server = pair("unix", client=KNOWING, server=KNOWING)
     offer, shared = ArenaOffer(server, arena, may_write=True), SharedArena()
-    assert offer.announce(deadline_in(5)) == 0
+    assert offer.announce(deadline_in(20)) == 0
     slots = grow(arena, 2)
-    assert offer.announce(deadline_in(5)) == 2
-    assert offer.announce(deadline_in(5)) == 0
-    shared.take(client, client.receive(deadline_in(5)), deadline_in(5))
+    assert offer.announce(deadline_in(20)) == 2
+    assert offer.announce(deadline_in(20)) == 0
+    shared.take(client, client.receive(deadline_in(20)), deadline_in(20))
     slots += grow(arena, 1)
-    assert offer.announce(deadline_in(5)) == 1
-    shared.take(client, client.receive(deadline_in(5)), deadline_in(5))
+    assert offer.announce(deadline_in(20)) == 1
+    shared.take(client, client.receive(deadline_in(20)), deadline_in(20))
     for slot in slots:
         assert shared.view(slot) == arena.view(slot)
-    asked = spawn(lambda: offer.answer(server.receive(deadline_in(5)), deadline_in(5)))
-    shared.attach(client, deadline_in(5))  # what it knows is not sent again
-    asked.result(5)
-    server.send(Ping(), deadline=deadline_in(5))
-    ping = client.receive(deadline_in(5))
+    asked = spawn(lambda: offer.answer(server.receive(deadline_in(20)), deadline_in(20)))
+    shared.attach(client, deadline_in(20))  # what it knows is not sent again
+    asked.result(20)
+    server.send(Ping(), deadline=deadline_in(20))
+    ping = client.receive(deadline_in(20))
     with pytest.raises(ProtocolError, match="brings no segments"):
-        shared.take(client, ping, deadline_in(5))
+        shared.take(client, ping, deadline_in(20))
 
 
 def test_a_restarted_owner_replaces_the_map(served: Callable[..., Channel], arena: Arena) -> None:
     slot = grow(arena, 1)[0]
     shared = SharedArena()
-    old = shared.attach(served(), deadline_in(5))
+    old = shared.attach(served(), deadline_in(20))
     view = shared.view(slot)
     fill(arena.view(slot), 3)
     again = Arena(8 * SEGMENT, tenant="t", segment_nbytes=SEGMENT)
     other = grow(again, 1)[0]
     fill(again.view(other), 4)
-    new = shared.attach(served(again), deadline_in(5))
+    new = shared.attach(served(again), deadline_in(20))
     assert new is not old
     assert shared.epoch == again.epoch
     assert shared.view(other) == again.view(other)
@@ -185,7 +185,7 @@ def test_copy_mode_is_mapped_read_only(served: Callable[..., Channel]) -> None:
     arena = Arena(8 * SEGMENT, segment_nbytes=SEGMENT, shared=False)
     slot = grow(arena, 1)[0]
     shared = SharedArena()
-    shared.attach(served(arena, may_write=False), deadline_in(5))
+    shared.attach(served(arena, may_write=False), deadline_in(20))
     assert not shared.writable
     assert shared.view(slot).readonly
     fill(arena.view(slot), 1)
@@ -197,7 +197,7 @@ def test_who_may_only_read_does_not_get_writable_memory(served: Callable[..., Ch
     grow(arena, 1)
     channel, shared = served(may_write=False), SharedArena()
     with pytest.raises(AuthError, match="message path"):
-        shared.attach(channel, deadline_in(5))
+        shared.attach(channel, deadline_in(20))
     with pytest.raises(StoreError, match="attach first"):
         _ = shared.map
 
@@ -207,9 +207,9 @@ def test_only_between_processes_of_one_machine(pair: Any, arena: Arena) -> None:
     grow(arena, 1)
     assert not can_share_arena(client)
     with pytest.raises(ProtocolError, match="unix://"):
-        ArenaOffer(server, arena, may_write=True).announce(deadline_in(5))
-    server.send(Ping(), deadline=deadline_in(5))  # nothing was sent, the channel is good
-    assert isinstance(client.receive(deadline_in(5)).message, Ping)
+        ArenaOffer(server, arena, may_write=True).announce(deadline_in(20))
+    server.send(Ping(), deadline=deadline_in(20))  # nothing was sent, the channel is good
+    assert isinstance(client.receive(deadline_in(20)).message, Ping)
 
 
 def test_a_peer_without_the_capability_is_not_asked(pair: Any) -> None:
@@ -223,7 +223,7 @@ def test_more_than_the_client_will_map(served: Callable[..., Channel], arena: Ar
     shared = SharedArena(max_nbytes=arena.mapped_nbytes - 1)
     before = open_descriptors()
     with pytest.raises(StoreError, match="max_nbytes"):
-        shared.attach(served(), deadline_in(5))
+        shared.attach(served(), deadline_in(20))
     assert open_descriptors() <= before + 2
 
 
@@ -232,7 +232,7 @@ def test_a_closed_arena_or_map_says_so(served: Callable[..., Channel], arena: Ar
     channel, shared = served(), SharedArena()
     arena.close()
     with pytest.raises(StoreError, match="closed"):
-        shared.attach(channel, deadline_in(5))
+        shared.attach(channel, deadline_in(20))
     shared.close()
     shared.close()
 
@@ -268,19 +268,19 @@ def test_a_malicious_owner(
     before = open_descriptors()
 
     def lie() -> None:
-        request = server.receive(deadline_in(5))
+        request = server.receive(deadline_in(20))
         segment = SharedSegment(segment=0, nbytes=offered)
         answer = ArenaSegments(tenant="t", epoch="e", first=0, total=1, segments=(segment,), writable=True)
-        server.send(answer, deadline=deadline_in(5), request_id=request.request_id, descriptors=files)
+        server.send(answer, deadline=deadline_in(20), request_id=request.request_id, descriptors=files)
         with contextlib.suppress(ConnectionClosedError):
-            server.send(Ping(), deadline=deadline_in(5))
+            server.send(Ping(), deadline=deadline_in(20))
 
     lying = spawn(lie)
     shared = SharedArena()
     with pytest.raises(ProtocolError):  # noqa: PT012 - one file too many is found by the next frame
-        shared.attach(client, deadline_in(5))
-        client.receive(deadline_in(5))
-    lying.result(5)
+        shared.attach(client, deadline_in(20))
+        client.receive(deadline_in(20))
+    lying.result(20)
     client.abort()
     assert open_descriptors() <= before
     for fd in files:
@@ -298,13 +298,13 @@ def test_an_owner_that_makes_no_sense(pair: Any, spawn: Any, answer: ArenaSegmen
     client, server = pair("unix", client=KNOWING, server=KNOWING)
 
     def reply() -> None:
-        request = server.receive(deadline_in(5))
+        request = server.receive(deadline_in(20))
         assert isinstance(request.message, AttachArena)
-        server.reply(request, answer, deadline=deadline_in(5))
+        server.reply(request, answer, deadline=deadline_in(20))
 
     spawn(reply)
     with pytest.raises(ProtocolError):
-        SharedArena().attach(client, deadline_in(5))
+        SharedArena().attach(client, deadline_in(20))
 
 
 _CHILD = """
@@ -319,7 +319,7 @@ arena.view(slot)[:5] = b"child"
 def serve(channel):
     offer = ArenaOffer(channel, arena, may_write=True)
     while True:
-        offer.answer(channel.receive(deadline_in(60)), deadline_in(5))
+        offer.answer(channel.receive(deadline_in(60)), deadline_in(20))
 options = ChannelOptions(role="owner", session="o", capabilities=(SHARED_ARENA,))
 server = ChannelServer(sys.argv[1], options, serve, name="owner")
 print(slot.segment, slot.offset, slot.nbytes, slot.generation, flush=True)
@@ -363,11 +363,11 @@ def test_threads_attach_at_once(served: Callable[..., Channel], arena: Arena) ->
     slots = grow(arena, 3)
     shared = SharedArena()
     channels = [served() for _ in range(3)]
-    threads = [threading.Thread(target=shared.attach, args=(c, deadline_in(10))) for c in channels]
+    threads = [threading.Thread(target=shared.attach, args=(c, deadline_in(20))) for c in channels]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(20)
         assert not thread.is_alive()
     assert shared.map.segments == 3
     assert all(shared.view(slot) == arena.view(slot) for slot in slots)

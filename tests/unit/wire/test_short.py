@@ -9,6 +9,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.core.native import native
+from kvferry.testing.threads import until_asleep
 from kvferry.transports import lanes
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire import messages as m
@@ -107,8 +109,8 @@ def test_payloads_of_many_parts_take_the_long_way(two: tuple[Channel, Channel]) 
     places = [place[i : i + 10] for i in range(0, 2000, 10)]
     for _ in range(2):
         parts = [data[i : i + 10] for i in range(0, 2000, 10)]
-        client.send(m.PutLayer(layer=0, blocks=()), parts, deadline=deadline_in(5))
-        server.receive(deadline_in(5)).read_into(places, deadline_in(5))
+        client.send(m.PutLayer(layer=0, blocks=()), parts, deadline=deadline_in(20))
+        server.receive(deadline_in(20)).read_into(places, deadline_in(20))
         assert place == data
         place[:] = bytes(2000)
 
@@ -117,11 +119,11 @@ def begun(peer: Any, have: int) -> tuple[Channel, socket.socket]:
     """A channel to a peer that sent ``have`` bytes of a frame with 100,000 bytes of payload."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as executor:
         made = executor.submit(
-            Channel.connect, f"tcp://127.0.0.1:{listener.getsockname()[1]}", OPTIONS, deadline_in(5)
+            Channel.connect, f"tcp://127.0.0.1:{listener.getsockname()[1]}", OPTIONS, deadline_in(20)
         )
         sock, _ = listener.accept()
         peer.handshake_by_hand(sock)
-        channel = made.result(5)
+        channel = made.result(20)
     sock.sendall(peer.raw(18, m.PutLayer(layer=0, blocks=(1,)), bytes(100_000))[:have])
     return channel, sock
 
@@ -137,9 +139,9 @@ def test_a_deadline_within_a_head(peer: Any, have: int) -> None:
 def test_a_deadline_within_a_payload(peer: Any) -> None:
     channel, sock = begun(peer, 50_000)
     with sock:
-        incoming = channel.receive(deadline_in(5))
+        incoming = channel.receive(deadline_in(20))
         with pytest.raises(TransferTimeoutError, match=r"4\d+ of 100008 bytes had come"):
-            incoming.read_into([memoryview(bytearray(100_000))], deadline_in(0.2))
+            incoming.read_into([memoryview(bytearray(100_000))], deadline_in(0.5))
     assert channel.closed
 
 
@@ -147,14 +149,14 @@ def test_an_end_within_a_payload(peer: Any) -> None:
     channel, sock = begun(peer, 50_000)
     sock.close()
     with pytest.raises(ConnectionClosedError, match=r"ended by the peer after 4\d+ of 100008 bytes"):
-        channel.receive(deadline_in(5)).read_into([memoryview(bytearray(100_000))], deadline_in(5))
+        channel.receive(deadline_in(20)).read_into([memoryview(bytearray(100_000))], deadline_in(20))
 
 
 def test_an_end_of_another_lane_within_a_payload(pair: Any, peer: Any, spawn: Any) -> None:
     """What the lane that is due holds is taken, and then nothing is waited for."""
     client, server = pair("lanes")
     begun = peer.raw(18, m.PutLayer(layer=0, blocks=(1,)), bytes(100_000))[:50_000]
-    client._connection.send([begun], deadline_in(5))
+    client._connection.send([begun], deadline_in(20))
     incoming = server.receive(deadline_in(30))
     taking = spawn(lambda: incoming.read_into([memoryview(bytearray(100_000))], deadline_in(30)))
     client._connection._lanes[2].close()
@@ -185,23 +187,32 @@ def test_an_abort_wakes_a_call(two: tuple[Channel, Channel], spawn: Any, until: 
     until(lambda: any(one.bare.inside for one in sockets))
     client.abort()
     with pytest.raises(ConnectionClosedError, match="closed"):
-        done.result(5)
+        done.result(20)
     until(lambda: all(one.fileno() < 0 for one in sockets))  # the last one out closed the descriptor
 
 
-def test_a_signal_reaches_its_handler(two: tuple[Channel, Channel]) -> None:
+def test_a_signal_reaches_its_handler(two: tuple[Channel, Channel], spawn: Any, until: Any) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     client, _ = two
     client.send(m.LayerAck(), deadline=deadline_in(20))
+    connection: Any = client._connection
+    sockets = getattr(connection, "bare_lanes", (connection,))
+
+    def kill() -> None:
+        until(lambda: any(one.bare.inside for one in sockets))
+        main = threading.main_thread()
+        until_asleep(main.native_id or 0, deadline_in(30))
+        signal.pthread_kill(main.ident or 0, signal.SIGALRM)
+
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        killed = spawn(kill)
         with pytest.raises(KeyboardInterrupt):
-            client.receive(deadline_in(20))
+            client.receive(deadline_in(60))
+        killed.result(20)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
@@ -213,16 +224,20 @@ def test_calls_hold_nothing(two: tuple[Channel, Channel]) -> None:
         return [sys.getrefcount(one) for one in (client, server, place, data, ack, None)]
 
     def talk() -> None:
-        client.send(m.PutLayer(layer=0, blocks=()), [data], deadline=deadline_in(5))
-        server.receive(deadline_in(5)).read_into([place], deadline_in(5))
-        server.send(ack, deadline=deadline_in(5))
-        client.expect(m.LayerAck, deadline_in(5))
+        client.send(m.PutLayer(layer=0, blocks=()), [data], deadline=deadline_in(20))
+        server.receive(deadline_in(20)).read_into([place], deadline_in(20))
+        server.send(ack, deadline=deadline_in(20))
+        client.expect(m.LayerAck, deadline_in(20))
 
     talk()
-    before = counts()
-    for _ in range(50):
-        talk()
-    assert all(after - then < 10 for then, after in zip(before, counts(), strict=True))
+    least = [50] * len(counts())
+    for _ in range(3):  # what is held is held each time; other threads of the process hold things by chance
+        before = counts()
+        for _ in range(50):
+            talk()
+        more = [after - then for then, after in zip(before, counts(), strict=True)]
+        least = [min(one) for one in zip(least, more, strict=True)]
+    assert all(one < 10 for one in least), least
 
 
 def test_a_head_goes_before_a_large_payload(pair: Any) -> None:

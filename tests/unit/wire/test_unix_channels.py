@@ -30,7 +30,7 @@ def _answer(channel: Channel) -> None:
             incoming = channel.receive(deadline_in(30))
         except ConnectionClosedError:
             return
-        channel.reply(incoming, Pong(), deadline=deadline_in(5))
+        channel.reply(incoming, Pong(), deadline=deadline_in(20))
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def server() -> Iterator[ChannelServer]:
 
 
 def _ping(address: str) -> Channel:
-    channel = Channel.connect(address, CLIENT, deadline_in(10))
-    channel.call(Ping(), Pong, deadline=deadline_in(10))
+    channel = Channel.connect(address, CLIENT, deadline_in(20))
+    channel.call(Ping(), Pong, deadline=deadline_in(20))
     return channel
 
 
@@ -59,7 +59,7 @@ def test_a_stranger_is_told_so_during_the_handshake(
 
     monkeypatch.setattr(unix, "peer_credentials", as_the_server_sees_it)
     with pytest.raises(AuthError, match="allow_uid=4242"):
-        Channel.connect(server.address, CLIENT, deadline_in(10))
+        Channel.connect(server.address, CLIENT, deadline_in(20))
     monkeypatch.undo()
     _ping(server.address).close()
 
@@ -110,39 +110,39 @@ def serve(channel):
     while True:
         incoming = channel.receive(deadline_in(60))
         if isinstance(incoming.message, AttachArena):
-            offer.answer(incoming, deadline_in(5))
+            offer.answer(incoming, deadline_in(20))
         else:
-            channel.reply(incoming, Pong(), deadline=deadline_in(5))
+            channel.reply(incoming, Pong(), deadline=deadline_in(20))
 
 server = ChannelServer(address, options, serve, name="owner")
 pool = ChannelPool(address, options)
-mine = Channel.connect(address, options, deadline_in(10))
-mine.call(Ping(), Pong, deadline=deadline_in(10))
-with pool.channel(deadline_in(10)) as channel:
+mine = Channel.connect(address, options, deadline_in(20))
+mine.call(Ping(), Pong, deadline=deadline_in(20))
+with pool.channel(deadline_in(20)) as channel:
     shared = SharedArena()
-    shared.attach(channel, deadline_in(10))
+    shared.attach(channel, deadline_in(20))
 
 pid = os.fork()
 if pid == 0:
     try:
         started = time.monotonic()
         try:
-            mine.call(Ping(), Pong, deadline=deadline_in(5))
+            mine.call(Ping(), Pong, deadline=deadline_in(60))
             print("child: the parent's channel worked", flush=True)
         except KVFerryError as error:
             print("child: fork" if "fork" in str(error) else f"child: {error}", flush=True)
-        with pool.channel(deadline_in(10)) as channel:  # makes a new one, which the parent serves
-            channel.call(Ping(), Pong, deadline=deadline_in(10))
+        with pool.channel(deadline_in(20)) as channel:  # makes a new one, which the parent serves
+            channel.call(Ping(), Pong, deadline=deadline_in(20))
             print("child: fresh", bytes(shared.view(slot)[:4]), channel.peer_pid == os.getppid(), flush=True)
         mine.close(), pool.close(), shared.close(), server._listener.close(), arena.close()
-        print("child: in time", time.monotonic() - started < 4, flush=True)
+        print("child: in time", time.monotonic() - started < 40, flush=True)
     finally:
         os._exit(0)
 _, status = os.waitpid(pid, 0)
-mine.call(Ping(), Pong, deadline=deadline_in(10))
-with pool.channel(deadline_in(10)) as channel:
-    shared.attach(channel, deadline_in(10))
-Channel.connect(address, options, deadline_in(10)).close()
+mine.call(Ping(), Pong, deadline=deadline_in(20))
+with pool.channel(deadline_in(20)) as channel:
+    shared.attach(channel, deadline_in(20))
+Channel.connect(address, options, deadline_in(20)).close()
 print("parent: good", status, bytes(shared.view(slot)[:4]), flush=True)
 server.close()
 """
