@@ -50,7 +50,7 @@ class Blocked:
         assert started.wait(_START_S)
         until_asleep(ids[0], deadline_in(_START_S))
 
-    def assert_ends_with(self, error: type[Exception], within_s: float = 5.0) -> None:
+    def assert_ends_with(self, error: type[Exception], within_s: float = 20.0) -> None:
         """Check that the call ends with ``error``, and soon."""
         with pytest.raises(error):
             self.future.result(timeout=within_s)

@@ -331,9 +331,9 @@ def _raw(listener: AutoListener) -> Iterator[socket.socket]:
         struct.pack("<8sHI", MAGIC, 1, 1) + b"\x80",
     ],
 )
-def test_a_question_that_is_none_is_turned_away(said: bytes) -> None:
+def test_a_question_that_is_none_is_turned_away(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    monkeypatch.setattr(port, "_SAY_S", 1000.0)  # at once, not when its time is over
     with _listening() as listener, _raw(listener) as sock:
-        sock.settimeout(4)  # at once, not when its five seconds are over
         sock.sendall(said)
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
@@ -361,11 +361,12 @@ def test_a_peer_that_waits_for_the_first_word_is_a_plain_one(
             assert sock.recv(5) == b"hello"
 
 
-def test_a_stream_that_ends_within_its_first_word_is_passed_on() -> None:
+def test_a_stream_that_ends_within_its_first_word_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port, "_SAY_S", 1000.0)
     with _listening() as listener, _raw(listener) as sock:
         sock.sendall(MAGIC[:3])
         sock.shutdown(socket.SHUT_WR)
-        other = listener.accept(deadline_in(4))
+        other = listener.accept(_soon())
         with contextlib.closing(other), pytest.raises(ConnectionClosedError, match="3 of 4"):
             other.recv_into([memoryview(bytearray(4))], _soon())
 

@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 from kvferry import transports
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, ProtocolError, TransferTimeoutError
+from kvferry.testing.threads import until_asleep
 from kvferry.transports import hashed
 from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.unix import UnixConnection
@@ -124,6 +125,14 @@ def test_what_was_changed_on_the_way_is_seen(pair: Pair) -> None:
     assert came == 0
 
 
+def until_inside(connection: HashedSocketConnection) -> None:
+    """Wait until a thread is in a call of the connection."""
+    until = time.monotonic() + 30
+    while not connection._guard.inside:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def test_a_deadline_ends_both_ways(pair: Pair) -> None:
     one, other = pair
     start = time.monotonic()
@@ -132,7 +141,7 @@ def test_a_deadline_ends_both_ways(pair: Pair) -> None:
     place = memoryview(bytearray(100 << 20))
     with pytest.raises(TransferTimeoutError, match=r"receiving, \d+ of \d+ bytes had come"):
         other.recv_hashed(HEAD, [place], deadline_in(0.2))
-    assert 0.35 < time.monotonic() - start < 5
+    assert 0.35 < time.monotonic() - start < 20
 
 
 def test_a_trickle_does_not_stretch_the_deadline(
@@ -142,9 +151,9 @@ def test_a_trickle_does_not_stretch_the_deadline(
     stop = threading.Event()
 
     def trickle() -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not stop.wait(0.02) and time.monotonic() < until:
-            one.send([b"z" * 30_000], deadline_in(20))
+            one.send([b"z" * 1000], deadline_in(60))
 
     place = memoryview(bytearray(16 << 20))
     done = spawn(trickle)
@@ -152,7 +161,7 @@ def test_a_trickle_does_not_stretch_the_deadline(
     try:
         with pytest.raises(TransferTimeoutError):
             other.recv_hashed(HEAD, [place], deadline_in(0.4))
-        assert time.monotonic() - start < 0.4 + 2  # each of its waits could last as long
+        assert time.monotonic() - start < 20  # each of its waits could last as long
     finally:
         stop.set()
     done.result(20)
@@ -176,27 +185,33 @@ def test_an_abort_wakes_a_call_inside(
     else:
         done = spawn(lambda: one.send_hashed(HEAD, [memoryview(DATA)] * 30, deadline_in(30)))
     connection = other if receiving else one
-    until = time.monotonic() + 20
-    while not connection._guard.inside and time.monotonic() < until:
-        time.sleep(0.001)
+    until_inside(connection)
     connection.abort()
     with pytest.raises(ConnectionClosedError, match="closed"):
         done.result(20)
 
 
-def test_a_signal_reaches_its_handler(pair: Pair) -> None:
+def test_a_signal_reaches_its_handler(
+    pair: Pair, spawn: Callable[[Callable[[], object]], Future[object]]
+) -> None:
     _, other = pair
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    def kill() -> None:
+        until_inside(other)
+        main = threading.main_thread()
+        until_asleep(main.native_id or 0, deadline_in(30))
+        signal.pthread_kill(main.ident or 0, signal.SIGALRM)
+
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        killed = spawn(kill)
         with pytest.raises(KeyboardInterrupt):
-            other.recv_hashed(HEAD, [memoryview(bytearray(1000))], deadline_in(20))
+            other.recv_hashed(HEAD, [memoryview(bytearray(1000))], deadline_in(60))
+        killed.result(20)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 

@@ -37,7 +37,7 @@ def test_buffering_is_bounded(ends: tuple[Connection, Connection], nbytes: int) 
     part, accepted = bytes(nbytes), 0
     with pytest.raises(TransferTimeoutError):  # noqa: PT012 - one of them
         for _ in range(1000):
-            ends[0].send([part], deadline_in(0.05))
+            ends[0].send([part], deadline_in(0.5))
             accepted += nbytes
     assert 1 << 19 < accepted <= 1 << 20
 
@@ -121,7 +121,7 @@ def test_full_queue_of_a_listener(pool: ThreadPoolExecutor) -> None:
         for _ in range(128):
             stack.callback(connect(URL, deadline_in(LONG_S)).close)
         with pytest.raises(ConnectError, match="its queue of 128 was full"):
-            connect(URL, deadline_in(0.05))
+            connect(URL, deadline_in(0.2))
         waiting = Blocked(pool, lambda: connect(URL, deadline_in(LONG_S)))
         listener.accept(deadline_in(LONG_S)).close()
         made = waiting.future.result(timeout=20)

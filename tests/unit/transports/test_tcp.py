@@ -26,7 +26,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.testing.threads import Blocked
-from kvferry.transports import connect, ip, listen, tcp
+from kvferry.transports import connect, ip, listen, streams, tcp
 from kvferry.transports.base import Connection, Listener
 from kvferry.transports.sockets import GuardedSocket, SocketConnection
 
@@ -134,11 +134,11 @@ def test_close_is_bounded_though_the_peer_floods(pool: ThreadPoolExecutor) -> No
         filling = Blocked(pool, lambda: one.send([bytes(96 << 20)], deadline_in(LONG_S)))
         started = time.monotonic()
         one.close()
-        taken = time.monotonic() - started
+        taken = time.monotonic() - started  # a quarter of a second for what is unsent
         filling.assert_ends_with(ConnectionClosedError)
         stop.set()
         assert isinstance(flooding.exception(timeout=20), ConnectionClosedError | None)
-        assert taken < 3
+        assert taken < 10
 
 
 def test_close_waits_for_what_is_unsent(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,31 +340,49 @@ def test_several_threads_may_accept(pool: ThreadPoolExecutor) -> None:
 # -- rate ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_rate_is_kept(pool: ThreadPoolExecutor, busy: bool) -> None:
-    """Small messages mixed with large ones; also while another thread holds the interpreter's lock."""
-    rate, sizes = 20e6, random.Random(1)
+class Clock:
+    """The clock of senders that pace, which moves on when they sleep, and too far each time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+        self._now = self._started = time.monotonic()
+        self._late_s = late_s
+        monkeypatch.setattr(streams, "time", self)
+        monkeypatch.setattr(SocketConnection, "_sleep", lambda _, seconds: self._sleep(seconds))
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def _sleep(self, seconds: float) -> bool:
+        self._now += seconds + self._late_s
+        return False
+
+    @property
+    def passed(self) -> float:
+        return self._now - self._started
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.005], ids=["idle", "busy"])
+def test_rate_is_kept(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+    """Small messages mixed with large ones; also while others hold the processors."""
+    clock, sizes = Clock(monkeypatch, late_s), random.Random(1)
     parts = [bytes(sizes.choice([1, 40, 1000, 30_000, 1_000_000])) for _ in range(120)]
     nbytes = sum(map(len, parts))
-    stop = threading.Event()
-
-    def spin() -> None:
-        while busy and not stop.is_set():
-            sum(range(1000))
-
     with connected(f"{LOCAL}?rate=20MB/s") as (one, other):
-        spinning = pool.submit(spin)
         receiving = pool.submit(other.recv_into, [memoryview(bytearray(nbytes))], deadline_in(LONG_S))
-        started = time.monotonic()
         for part in parts:
             one.send([part[:20], part[20:]], deadline_in(LONG_S))
         receiving.result(timeout=LONG_S)
-        taken = time.monotonic() - started
-        stop.set()
-        spinning.result(timeout=LONG_S)
-    ideal = nbytes / rate
-    assert taken >= 0.97 * ideal - 0.01, f"{nbytes / taken / 1e6:.1f} MB/s of {rate / 1e6:.0f}"
-    assert taken <= 1.25 * ideal + 0.05, f"{nbytes / taken / 1e6:.1f} MB/s of {rate / 1e6:.0f}"
+    assert clock.passed == pytest.approx(nbytes / 20e6, rel=0.03, abs=0.01)
+
+
+def test_rate_is_one_of_the_real_clock(pool: ThreadPoolExecutor) -> None:
+    with connected(f"{LOCAL}?rate=20MB/s") as (one, other):
+        receiving = pool.submit(other.recv_into, [memoryview(bytearray(4_000_000))], deadline_in(LONG_S))
+        started = time.monotonic()
+        for _ in range(4):
+            one.send([bytes(1_000_000)], deadline_in(LONG_S))
+        receiving.result(timeout=LONG_S)
+        assert time.monotonic() - started >= 0.97 * 0.2 - 0.01
 
 
 def test_each_end_sends_at_the_rate_of_its_url(pool: ThreadPoolExecutor) -> None:
@@ -374,7 +392,7 @@ def test_each_end_sends_at_the_rate_of_its_url(pool: ThreadPoolExecutor) -> None
             pool.submit(end.send, [bytes(2_000_000)], deadline_in(LONG_S))
         for end in ends:
             end.recv_into([memoryview(bytearray(2_000_000))], deadline_in(LONG_S))
-        assert 0.18 <= time.monotonic() - started < 2, "both directions have the rate for themselves"
+        assert 0.18 <= time.monotonic() - started < 8
 
 
 def test_deadline_while_pacing() -> None:
@@ -382,7 +400,7 @@ def test_deadline_while_pacing() -> None:
         started = time.monotonic()
         with pytest.raises(TransferTimeoutError, match="rate"):
             one.send([bytes(10_000_000)], deadline_in(0.2))
-        assert 0.19 <= time.monotonic() - started < 2
+        assert 0.19 <= time.monotonic() - started < 8  # its rate would take 10 s
 
 
 def test_close_wakes_a_paced_sender(pool: ThreadPoolExecutor) -> None:

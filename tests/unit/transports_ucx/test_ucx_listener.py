@@ -16,7 +16,7 @@ import pytest
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import AuthError, ConnectError, ConnectionClosedError, ProtocolError, TransportError
-from kvferry.transports import peer_owner
+from kvferry.transports import ip, peer_owner
 from kvferry.transports.ucx import UcxTransport, bootstrap, frames, listener
 from kvferry.transports.ucx.bootstrap import Preamble, pack_preamble, parse_body, parse_prefix, problem_with
 from kvferry.transports.ucx.context import get_context
@@ -62,17 +62,28 @@ def test_who_is_dialled_is_no_ucx_listener(answer: bytes, end: bool, reason: str
     """C067."""
     get_context(Options())  # loading UCX takes longer than the deadline
     with silent_server(answer, end=end) as url:
-        started = time.monotonic()
+        # who says something wrong is known by it, not by the time that passed: no test may last as long
+        limit = deadline_in(0.3 if reason == "did not answer" else 1000)
         with pytest.raises(ConnectError, match=reason) as caught:
-            UcxTransport().connect(url, deadline_in(0.3))
+            UcxTransport().connect(url, limit)
         assert url in str(caught.value)
-        assert time.monotonic() - started < 3
 
 
 def test_guests_without_manners_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listener, "PREAMBLE_S", 0.2)
+    taken: list[socket.socket] = []
+
+    class Guest(listener._Guest):
+        def __init__(self, sock: socket.socket, sockaddr: ip.SockAddr) -> None:
+            super().__init__(sock, sockaddr)
+            taken.append(sock)
+            if len(taken) <= 4:  # the guests; who comes then has its five seconds, and more
+                self.until = time.monotonic() + 0.2
+            else:
+                self.until += 1000
+
+    monkeypatch.setattr(listener, "_Guest", Guest)
     with (
         contextlib.closing(UcxTransport().listen("ucx://127.0.0.1:0")) as server,
         contextlib.ExitStack() as stack,

@@ -206,8 +206,9 @@ def test_nothing_is_written_after_a_receive_gave_up(
     with meet(options) as (one, other):
         move(pool, (one, other))
         sending = pool.submit(one.send, [np.ones(MIB, np.uint8)], soon())
+        assert other.wait_readable(soon())
         with pytest.raises(TransferTimeoutError, match="1048576 of 2097152 bytes"):
-            other.recv_into([received[:MIB].data, received[MIB:].data], deadline_in(0.3))
+            other.recv_into([received[:MIB].data, received[MIB:].data], deadline_in(1.0))
         sending.result(30)
         received[:] = 3
         with pytest.raises((TransferTimeoutError, ConnectionClosedError)):
