@@ -377,7 +377,9 @@ def test_guesses_of_leases_and_namespaces_find_nothing(site: Site) -> None:
             channel = Channel.connect(site.url, options, deadline_in(20))
             with pytest.raises(ProtocolError):
                 channel.call(
-                    d.LookupBlocks(namespace=number, keys=b"".join(keys)), d.LookedUp, deadline=deadline_in(20)
+                    d.LookupBlocks(namespace=number, keys=b"".join(keys)),
+                    d.LookedUp,
+                    deadline=deadline_in(20),
                 )
             channel.close()
 
