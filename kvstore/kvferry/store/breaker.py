@@ -88,6 +88,8 @@ class Breaker:
 
     def leave(self, *, failures: int, successes: int, reason: str = "") -> None:
         """What came of it: operations that the tier failed, and those that show that it works."""
+        if not failures and not self._failures and self._retry_at is None:
+            return  # nothing was wrong, and nothing is
         with self._lock:
             self._trying = False
             if successes:

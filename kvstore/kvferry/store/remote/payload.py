@@ -31,6 +31,7 @@ from kvferry.store.tier import ReadOutcome
 __all__ = ["Decoding", "Received", "Sink", "receive_block", "receive_part", "send_block", "send_part"]
 
 CHUNK_NBYTES: Final = 256 << 10
+_RUN_NBYTES: Final = 4 << 20  # hashing one costs less than another call to send, and leaves it in the cache
 _U64: Final = struct.Struct("<Q")
 Pieces: TypeAlias = "Sequence[memoryview | bytes]"
 
@@ -200,16 +201,16 @@ def receive_part(part: Part, into: memoryview, nbytes: int) -> Sink:
 
 def send_block(manifest: bytes, data: memoryview) -> Iterator[Pieces]:
     """A manifest, the data and its checksum."""
-    first = data[:CHUNK_NBYTES]
-    digest = xxhash.xxh3_64(first)
-    if len(first) == len(data):
-        yield [manifest, first, _U64.pack(digest.intdigest())]
+    if len(data) <= _RUN_NBYTES:
+        yield [manifest, data, _U64.pack(xxhash.xxh3_64_intdigest(data))]
         return
+    first = data[:_RUN_NBYTES]
+    digest = xxhash.xxh3_64(first)
     yield [manifest, first]
-    for at in range(CHUNK_NBYTES, len(data), CHUNK_NBYTES):
-        piece = data[at : at + CHUNK_NBYTES]
+    for at in range(_RUN_NBYTES, len(data), _RUN_NBYTES):
+        piece = data[at : at + _RUN_NBYTES]
         digest.update(piece)
-        if at + CHUNK_NBYTES < len(data):
+        if at + _RUN_NBYTES < len(data):
             yield [piece]
         else:
             yield [piece, _U64.pack(digest.intdigest())]  # a few bytes on their own would be a packet
@@ -217,5 +218,5 @@ def send_block(manifest: bytes, data: memoryview) -> Iterator[Pieces]:
 
 def send_part(data: memoryview) -> Iterator[Pieces]:
     """The bytes of a part; its checksum is in the manifest."""
-    for at in range(0, len(data), CHUNK_NBYTES):
-        yield [data[at : at + CHUNK_NBYTES]]
+    for at in range(0, len(data), _RUN_NBYTES):
+        yield [data[at : at + _RUN_NBYTES]]

@@ -11,7 +11,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from kvferry.core.clock import is_past
@@ -144,7 +144,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
         answers = self.backend.exists(names, deadline)
         failed = [answer for answer in answers if answer.done is Done.FAILED]
         if failed:
-            self._count(Counter(failed_lookups=len(failed)))
+            self._count(["failed_lookups"] * len(failed))
         unfit, takes = self._unfit, self.codec.accepts_lossy
         return [
             answer.done is Done.OK and not unfit.has(name, takes_lossy=takes)
@@ -183,7 +183,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
             broken = unchanged(self.backend, self.names, found.broken, deadline)
             broken = [self._index.forget(held.name) or held for held in broken]
             remove_blocks(self.backend, self.names, broken, deadline)
-        self._count(Counter(READ_COUNTERS[result.outcome] for result in found.results))
+        self._count(READ_COUNTERS[result.outcome] for result in found.results)
         return found.results
 
     def write(
@@ -195,7 +195,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
         if (why := self._why_not(deadline)) is not None:
             return [WriteResult(WriteOutcome.FAILED, why)] * len(blocks)
         results = self._writer.write(home, blocks, deadline)
-        self._count(Counter(WRITE_COUNTERS[result.outcome] for result in results))
+        self._count(WRITE_COUNTERS[result.outcome] for result in results)
         return results
 
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
@@ -267,9 +267,10 @@ class RemoteTier(Tier, Generic[OptionsT]):
             return f"tier {self.name} is closed"
         return "not begun by the deadline" if is_past(deadline) else None
 
-    def _count(self, counts: Counter[str]) -> None:
+    def _count(self, names: Iterable[str]) -> None:
         with self._lock:
-            self._counts.update(counts)
+            for name in names:
+                self._counts[name] += 1
 
     def _home(self, namespace: TierNamespace) -> Home:
         home = self._homes.get(namespace)

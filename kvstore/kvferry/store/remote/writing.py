@@ -26,8 +26,8 @@ __all__ = ["BlockWriter"]
 _PART_ENTRY_NBYTES: Final = 16
 _ENCODING_NBYTES: Final = 256  # what the manifest of an encoded block may have more
 _NO_WRITE: Final = bytes(WRITE_ID_NBYTES)
+_STORED: Final = WriteResult(WriteOutcome.STORED)
 _OUTCOMES: Final = {
-    Done.OK: WriteOutcome.STORED,
     Done.NO: WriteOutcome.PRESENT,
     Done.REFUSED: WriteOutcome.REFUSED,
     Done.FAILED: WriteOutcome.FAILED,
@@ -189,15 +189,16 @@ class BlockWriter:
         self, home: Home, pending: list[_Pending], results: dict[int, WriteResult], deadline: float
     ) -> None:
         ready = [_Ready(new) for new in pending if not new.parts]
-        replaced = [new.name for new in pending if new.replaces]
-        old = find_parts(self._backend, home.names, replaced, deadline)
-        old_parts = dict(zip(replaced, old, strict=True))
-        split = [new for new in pending if new.parts]
-        if split:
+        old_parts: dict[str, tuple[str, ...]] = {}
+        if replaced := [new.name for new in pending if new.replaces]:
+            old = find_parts(self._backend, home.names, replaced, deadline)
+            old_parts = dict(zip(replaced, old, strict=True))
+        if len(ready) < len(pending):
+            split = [new for new in pending if new.parts]
             ready += self._send_parts(split, results, deadline)
         began = time.monotonic()
         answers = self._backend.put([_put(home, one) for one in ready], deadline) if ready else []
-        if ready:
+        if self._codec.adaptive:
             nbytes = sum(len(one.pending.payload.data) for one in ready if not one.parts)
             self._codec.carried("write", nbytes, time.monotonic() - began)
         stored: list[_Pending] = []
@@ -210,8 +211,10 @@ class BlockWriter:
             else:
                 self._index.release(new.nbytes)
                 lost += new.parts
-        self._unfit.discard([new.name for new in stored if not new.payload.lossy])
-        self._unfit.add([new.name for new in stored if new.payload.lossy])
+        if len(self._unfit):
+            self._unfit.discard([new.name for new in stored if not new.payload.lossy])
+        if lossy := [new.name for new in stored if new.payload.lossy]:
+            self._unfit.add(lossy)
         for new in reversed(stored):  # heads of chains count as used last
             self._index.stored(Held(new.name, new.nbytes, new.parts), new.nbytes)
         if kept := [name for new in stored for name in new.parts]:
@@ -283,6 +286,8 @@ def _put(home: Home, one: _Ready) -> Put:
 
 
 def _result(answer: Answer) -> WriteResult:
+    if answer.done is Done.OK:
+        return _STORED
     outcome = _OUTCOMES[answer.done]
     failed = outcome in (WriteOutcome.FAILED, WriteOutcome.REFUSED)
     return WriteResult(outcome, answer.reason if failed else "", answer.in_flight if failed else None)

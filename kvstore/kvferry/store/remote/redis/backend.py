@@ -38,6 +38,7 @@ _GRACE_S: Final = 0.25
 _SCAN_COUNT: Final = 500
 _MAX_BULK_NBYTES: Final = 512 << 20  # what servers take that do not say
 _VALUE_SLACK_NBYTES: Final = 64 << 10
+_LOST: Final = Answer(Done.FAILED, "redirected too often")
 _OTHER_TYPE: Final = Received(ReadOutcome.CORRUPT, "what is stored there is no string")
 
 
@@ -58,6 +59,7 @@ class RedisBackend(Backend):
         self._facts: dict[str, ServerFacts] = {}
         self._advice: dict[str, str] = {}
         self._full_at: dict[str, float] = {}
+        self._max_value_nbytes = _MAX_BULK_NBYTES
         self._redirected = 0
         self._pool: IoPool | None = None
         self._closed = False
@@ -73,8 +75,7 @@ class RedisBackend(Backend):
                 if not self._facts:
                     server = self._servers.primaries()[0]
                     server.give_back(server.lease(deadline))
-        told = [facts.max_value_nbytes for facts in list(self._facts.values()) if facts.max_value_nbytes]
-        return min(told, default=_MAX_BULK_NBYTES)
+        return self._max_value_nbytes
 
     def exists(self, names: Sequence[str], deadline: float) -> list[Answer]:
         """See :class:`~kvferry.store.remote.backend.Backend`."""
@@ -148,6 +149,8 @@ class RedisBackend(Backend):
             self._facts[place] = facts
             told = self._advice.get(place, "")
             self._advice.pop(place, None)
+            told_nbytes = [one.max_value_nbytes for one in self._facts.values() if one.max_value_nbytes]
+            self._max_value_nbytes = min(told_nbytes, default=_MAX_BULK_NBYTES)
             if advice:
                 self._advice[place] = advice
         if advice and advice != told and facts.max_memory_nbytes:
@@ -157,31 +160,52 @@ class RedisBackend(Backend):
 
     def _run(self, requests: Sequence[Request], deadline: float) -> list[Answer]:
         """Make requests, wherever their names are; redirections are followed."""
-        answers: list[Answer] = [Answer(Done.FAILED, "redirected too often")] * len(requests)
-        try:
-            self._servers.prepare(deadline)
-            where = {n: (self._servers.of(request.name), False) for n, request in enumerate(requests)}
-        except (KVFerryError, OSError) as error:
-            return [Answer(Done.FAILED, str(error))] * len(requests)
-        for _ in range(_MOST_TRIES):
-            again: dict[int, tuple[Server, bool]] = {}
+        answers: list[Answer] = [_LOST] * len(requests)
+        only = self._servers.only
+        if only is not None:
+            outcomes = run_on(only, requests, deadline)
+            where = self._settle(requests, answers, only, range(len(requests)), outcomes, deadline)
+        else:
+            try:
+                self._servers.prepare(deadline)
+                where = {n: (self._servers.of(request.name), False) for n, request in enumerate(requests)}
+            except (KVFerryError, OSError) as error:
+                return [Answer(Done.FAILED, str(error))] * len(requests)
+        tries = _MOST_TRIES - (only is not None)
+        while where and tries:
+            tries -= 1
             by_server: dict[tuple[int, bool], list[int]] = {}
             for n, (server, asking) in where.items():
                 by_server.setdefault((id(server), asking), []).append(n)
             groups = [(where[numbers[0]][0], asking, numbers) for (_, asking), numbers in by_server.items()]
+            where = {}
             for (server, _, numbers), outcomes in zip(
                 groups, self._run_groups(requests, groups, deadline), strict=True
             ):
-                for n, outcome in zip(numbers, outcomes, strict=True):
-                    next_try = self._redirection(outcome, server, deadline)
-                    if next_try is not None:
-                        again[n] = next_try
-                    answers[n] = self._answer(requests[n], outcome, server)
-            if not again:
-                break
-            where = again
-            self._redirected += len(again)
+                where |= self._settle(requests, answers, server, numbers, outcomes, deadline)
         return answers
+
+    def _settle(
+        self,
+        requests: Sequence[Request],
+        answers: list[Answer],
+        server: Server,
+        numbers: Sequence[int],
+        outcomes: Sequence[Outcome],
+        deadline: float,
+    ) -> dict[int, tuple[Server, bool]]:
+        """Take what one server answered; returns where to ask again for which, and whether only once."""
+        again: dict[int, tuple[Server, bool]] = {}
+        for n, outcome in zip(numbers, outcomes, strict=True):
+            if type(outcome) is Answer and outcome.done is not Done.FAILED and not self._full_at:
+                answers[n] = outcome
+                continue
+            next_try = self._redirection(outcome, server, deadline)
+            if next_try is not None:
+                again[n] = next_try
+            answers[n] = self._answer(requests[n], outcome, server)
+        self._redirected += len(again)
+        return again
 
     def _run_groups(
         self, requests: Sequence[Request], groups: list[tuple[Server, bool, list[int]]], deadline: float

@@ -51,10 +51,18 @@ class Servers:
         self._learning = threading.Lock()
         self._servers: dict[tuple[str, int | None, str], Server] = {}
         self._owners: list[Server | None] = []
+        self._only: Server | None = None
         self._clustered: bool | None = {"on": True, "off": False}.get(options.cluster)
         self._stale = True
         self._learnt_at = float("-inf")
         self._closed = False
+
+    @property
+    def only(self) -> Server | None:
+        """The one server, once it is known that they are no cluster."""
+        if self._clustered is False and self._only is None:
+            self._only = self.at(self._seeds[0])
+        return self._only
 
     @property
     def clustered(self) -> bool:

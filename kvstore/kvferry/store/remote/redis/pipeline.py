@@ -45,7 +45,7 @@ def run_on(
         try:
             for group in _groups(requests):
                 _exchange(lane, server, group, outcomes, deadline, asking=asking)
-                if any(isinstance(o, ReplyError) and o.word in _STOP for o in outcomes):
+                if any(type(o) is ReplyError and o.word in _STOP for o in outcomes):
                     break
         except (TransportError, ProtocolError) as error:
             if (
@@ -88,6 +88,9 @@ def _failed(requests: Sequence[Request], outcomes: list[Outcome], reason: str) -
 
 
 def _groups(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
+    if len(requests) == 1:
+        yield requests
+        return
     start, nbytes = 0, 0
     for n, request in enumerate(requests):
         if n > start and (n - start >= _AHEAD_REQUESTS or nbytes + request.nbytes > _AHEAD_NBYTES):
@@ -116,7 +119,8 @@ def _exchange(
             waiting.append(_ASKING)
         for pieces in request.pieces():
             waiting += pieces
-            nbytes += sum(map(len, pieces))
+            for piece in pieces:
+                nbytes += len(piece)
             if nbytes >= _JOIN_NBYTES or len(waiting) >= _MOST_PIECES:
                 lane.connection.send(waiting, until)
                 waiting, nbytes = [], 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvferry.core.address import Address
-from kvferry.core.clock import checked_deadline, deadline_in, is_past, time_left
+from kvferry.core.clock import checked_deadline, is_past, time_left
 from kvferry.core.errors import (
     AuthError,
     ConnectError,
@@ -156,8 +157,8 @@ class Server:
         return self._reason if self._breaker.is_open else ""
 
     def request_deadline(self, deadline: float) -> float:
-        """By when a request that begins now has to be done."""
-        return min(checked_deadline(deadline), deadline_in(self._options.timeout_s))
+        """By when a request that begins now has to be done; ``deadline`` is one that :meth:`lease` took."""
+        return min(deadline, time.monotonic() + self._options.timeout_s)
 
     def lease(self, deadline: float, *, fresh: bool = False) -> Lane:
         """A connection for this thread; ends with :meth:`give_back` or :meth:`drop`.
@@ -166,6 +167,7 @@ class Server:
             ConnectError: If there is none by the deadline, or the server is left alone now.
             AuthError: If the server refuses the password.
         """
+        deadline = checked_deadline(deadline)
         if not self._breaker.enter():
             raise ConnectError(f"{self.address} is left alone for a while, after: {self._reason}")
         try:
