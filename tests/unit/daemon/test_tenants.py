@@ -132,6 +132,7 @@ def test_a_reader_reads_over_the_message_path_and_changes_nothing(site: Site) ->
     with blind.reserve(blind.keys(range(200, 232)), parent=None, deadline=deadline_in(20)) as lease:
         lease.view(0)[:4] = b"mine"
         assert lease.commit() == 8
+    assert blind.client.link.staging.memory is not None
     assert not blind.client.link.arena.epoch, "who maps memory can read it"
     assert w.lookup(more).prefix == len(more)
     with pytest.raises(AuthError, match="right to read"):
