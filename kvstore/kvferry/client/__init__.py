@@ -7,6 +7,7 @@ from kvferry.client.leases import ClientReadLease, ClientWriteLease
 from kvferry.client.mover import BlockMover
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.options import ClientCounters, ClientOptions
+from kvferry.client.raw import RawBlocks
 from kvferry.client.registration import Registration
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ClientReadLease",
     "ClientWriteLease",
     "LoadJob",
+    "RawBlocks",
     "Registration",
     "SaveJob",
     "default_url",
