@@ -36,28 +36,26 @@ _LOOK_EVERY_S: Final = 1.0
 _LOOK_SELDOM_S: Final = 5.0
 _LOOK_S: Final = 0.1
 _LOOK_CALLS: Final = 10
-_LOOK_WINDOWS: Final = 3
+_LOOK_WINDOWS: Final = 5
 """The median forgets the first, in which a link that was not full gives what it saved up (a token bucket)."""
 _LOOK_LONG_WINDOWS: Final = 2
 _LONG_WINDOWS_S: Final = 0.05
 _TRIAL_WINDOWS: Final = 2
 _SURE_WINDOWS: Final = 5
-_IN_DOUBT: Final = 1.15
-_FORGIVEN_S: Final = 3.0
-_BAD: Final = 1.3
-_BAD_FORGIVEN_S: Final = 15.0
+_DOUBTS: Final = 2.0
+"""By how many standard errors a pipeline may be better than what was measured of it in use."""
+_DOUBTS_GROW_S: Final = 1.0
+"""Traffic behind which they are twice as many, since things change: what was slow once is tried again."""
 _DISTURBED_S: Final = 1.0
-_LONGEST_FORGIVEN_S: Final = 120.0
-_PROVEN_S: Final = 1.0
-_TRIALS_SHARE: Final = 0.01
+_TRIALS_SHARE: Final = 0.02
 """Of the time, which trials that fail may cost."""
 _TRIAL_ENDS_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 1.0
 _OTHER_LINK: Final = 2.0
-_HOPELESS: Final = 1.5
-_WORST: Final = 4.0
-_LINK_BOUND: Final = 4.0
-"""A pipeline that takes so many times what encoding and decoding take is limited by the link alone."""
+_HOPELESS: Final = 2.0
+_LINK_BOUND: Final = 1.15
+"""A pipeline that takes no more than this share of what the link alone would is limited by the link: that
+would be seen to become faster without a look."""
 _OTHER_FLOW: Final = 1.25
 _SAME_LINK: Final = 1.5
 
@@ -67,12 +65,12 @@ class _Candidate:
     name: str
     encode: CallCost = field(default_factory=CallCost)
     decode: CallCost = field(default_factory=CallCost)
-    flow: FlowCost = field(default_factory=FlowCost)  # since it came into use
+    flow: FlowCost = field(default_factory=FlowCost)  # in use, over all times that are not forgotten
     size: float = 0.0  # encoded bytes a byte
-    correction: float = 1.0
-    corrected_link: float = 0.0
-    forgiven_at: float = math.inf
-    failures: int = 0
+    promised: float = 0.0  # by the formula, when it was last in use
+    seen_link: float = 0.0  # the link then
+    seen_traffic_s: float = 0.0  # traffic up to then
+    forgotten_at: float = math.inf  # when what it cost in use says nothing any more
     probed_at: float = -math.inf
 
     @property
@@ -85,13 +83,20 @@ class AdaptiveChoice:
 
     Whoever sends asks :meth:`choose` before each piece and reports what came of it, and asks :meth:`probe`
     whether a piece should go another way beside the flow. A pipeline that is new is probed with three
-    pieces, later with one every 3 s if it might pay, else every 30 s. One that is predicted to gain 3 % is
-    taken, and kept only while it does: one that turned out slower is left after 20 to 50 ms, and not tried
-    again for 3 s (15 s if it was much slower), then 9 s and so on, unless the link changes; and nothing else
-    is tried until what that cost is a hundredth of the traffic since, a second of it at most. While a
-    pipeline is in use, some pieces go raw once a second of traffic, first after 0.1, 0.3 and 0.7 s, or in 5 s
-    where the link is clearly what limits, and at once when the pipeline suddenly costs more or less: what the
-    link itself carries is seen in no other way.
+    pieces, later with one every 3 s if it might pay, else every 30 s.
+
+    One that is predicted to gain 3 % is taken. What it then costs in use is noisy where the cores are shared:
+    windows of 10 ms differ by a third, and two in a row say little. It therefore has the benefit of a doubt
+    that becomes smaller with each window, and is left once it is slower than raw beyond that, after two
+    windows if it is much slower. What was measured is kept for the next time, and the doubt grows again with
+    the traffic in between, so what was slow by little is tried again soon, what was slow by much late, and
+    each trial adds to what is known. One that was never in use is expected to cost as much more than its
+    formula says as the best of the others did. No trial follows before what the last one lost against raw is
+    a fiftieth of the traffic since (a second of it at most): meanwhile only what has proven itself is used.
+
+    While a pipeline is in use, some pieces go raw once a second of traffic, first after 0.1, 0.3 and 0.7 s,
+    or in 5 s where it costs what its bytes cost on the link, so that a faster link would be seen without; and
+    at once when it suddenly costs more or less: what the link itself carries is seen in no other way.
 
     Args:
         candidates: Text forms of pipelines, without ``raw``.
@@ -108,7 +113,6 @@ class AdaptiveChoice:
         self._seen = FlowCost()  # the same, of the look at it that goes on
         self._seen_s = 0.0
         self._chosen = RAW
-        self._chosen_at = -math.inf
         self._reason = "nothing was measured yet"
         self._switches = 0
         self._news = False  # something was learnt since the last decision
@@ -120,8 +124,8 @@ class AdaptiveChoice:
         self._moving_s = 0.0  # time in which the link was busy since then
         self._probe_at = -math.inf
         self._traffic_s = 0.0  # time in which the link was busy, ever
-        self._chosen_traffic_s = 0.0  # of it, when what is in use came into use
-        self._beaten = 0.0  # what was in use before that cost
+        self._used_s = 0.0  # of it, with the pipeline in use
+        self._used_nbytes = 0
         self._paused_until = 0.0  # nothing new is tried before so much traffic
         self._paused_link = 0.0  # on which link
 
@@ -153,7 +157,7 @@ class AdaptiveChoice:
         if looked and not looked / _OTHER_FLOW <= flow <= looked * _OTHER_FLOW:
             return True
         self._looked_flow = looked or flow
-        limited = flow > _LINK_BOUND * (used.encode.value + used.decode.value)
+        limited = flow <= _LINK_BOUND * self._link.value * used.size
         return self._moving_s >= (_LOOK_SELDOM_S if limited else self._look_every_s)
 
     def _look(self, now: float) -> None:
@@ -180,23 +184,27 @@ class AdaptiveChoice:
         if now - candidate.probed_at < _PROBE_EVERY_S:
             return False
         in_use = self._candidates.get(self._chosen)
-        to_beat = self._predicted(in_use, now) if in_use is not None else self._link.value
-        may_pay = self._link.windows > 0 and self._predicted(candidate, now) < to_beat
+        to_beat = self._predicted(in_use) if in_use is not None else self._link.value
+        may_pay = self._link.windows > 0 and self._predicted(candidate) < to_beat
         return now - candidate.encode.at > (_STALE_S if may_pay else _OLD_S)
 
     def _decide(self, now: float) -> None:
         if self._link.windows < _LOOK_WINDOWS:
             return
+        for candidate in self._candidates.values():
+            self._forget(candidate, now)
         predicted = {RAW: self._link.value}
-        predicted.update({c.name: self._predicted(c, now) for c in self._candidates.values() if c.known})
-        best = min(predicted, key=lambda name: predicted[name])
+        predicted.update({c.name: self._predicted(c) for c in self._candidates.values() if c.known})
         current = self._chosen if self._chosen in predicted else RAW
         if predicted[RAW] < _NO_WORSE * predicted[current]:  # never what is predicted slower than raw
-            current = RAW  # and nothing else before it is counted what that has cost
-        elif predicted[best] < _GAIN * predicted[current] and not self._paused():
-            current = best
+            current = self._cheapest(self._proven())  # and no trial before it is counted what that has cost
+        else:
+            known = self._proven() if self._paused() else predicted
+            best = self._cheapest(known)
+            if known[best] < _GAIN * predicted[current]:
+                current = best
         if current != self._chosen:
-            self._switch(current, now, predicted)
+            self._switch(current, now)
         runner_up = min((n for n in predicted if n != current), key=lambda n: predicted[n], default=None)
         if runner_up is None:
             self._reason = "no candidate is measured yet"
@@ -205,6 +213,20 @@ class AdaptiveChoice:
                 f"predicted {predicted[current] * 1e9:.3g} s/GB, {runner_up} {predicted[runner_up] * 1e9:.3g}"
             )
 
+    def _cheapest(self, costs: Mapping[str, float]) -> str:
+        """What costs least; of those that cost about as much, what takes least of the cores."""
+        enough = min(costs.values()) / _GAIN
+        work = {c.name: c.encode.value + c.decode.value for c in self._candidates.values()}
+        return min((name for name in costs if costs[name] <= enough), key=lambda name: work.get(name, 0.0))
+
+    def _proven(self) -> dict[str, float]:
+        """What raw costs, and what was in use for long enough, without any doubt in its favour."""
+        proven = {RAW: self._link.value}
+        for c in self._candidates.values():
+            if c.promised and c.flow.windows >= _SURE_WINDOWS:
+                proven[c.name] = max(c.flow.value / c.promised, 1.0) * self._formula(c)
+        return proven
+
     def _paused(self) -> bool:
         """Whether the trials that failed have cost enough for now; nothing holds for another link."""
         if self._traffic_s >= self._paused_until:
@@ -212,64 +234,63 @@ class AdaptiveChoice:
         before, link = self._paused_link, self._link.value
         return before / _OTHER_LINK <= link <= before * _OTHER_LINK
 
-    def _switch(self, name: str, now: float, predicted: Mapping[str, float]) -> None:
+    def _switch(self, name: str, now: float) -> None:
         left = self._candidates.get(self._chosen)
         if left is not None and left.flow.windows:
-            self._judge(left, now)
-        self._beaten = predicted.get(self._chosen, self._link.value)
-        self._chosen_traffic_s = self._traffic_s
+            self._judge(left, now, name)
+        self._used_s, self._used_nbytes = 0.0, 0
         if self._chosen == RAW:
             # what spoke for it may have been a moment in which the link, or this end, was slow
             self._look_every_s = _FIRST_LOOK_S
         if name != RAW:
-            self._candidates[name].flow = FlowCost()
             self._looked_flow = self._moving_s = 0.0
-        self._chosen, self._chosen_at = name, now
+        self._chosen = name
         self._switches += 1
 
-    def _judge(self, left: _Candidate, now: float) -> None:
-        """What is left after a short time was a trial that failed: the next one is later."""
-        if now - self._chosen_at > _PROVEN_S:
-            left.failures = 0
-            left.forgiven_at = now + _DISTURBED_S
-        else:
-            bad = left.flow.value > _BAD * self._link.value
-            wait = (_BAD_FORGIVEN_S if bad else _FORGIVEN_S) * 3.0**left.failures
-            left.forgiven_at = now + min(wait, _LONGEST_FORGIVEN_S)
-            left.failures += 1
-            lost = max(0.0, 1.0 - self._beaten / left.flow.value)
-            lost *= self._traffic_s - self._chosen_traffic_s + _TRIAL_ENDS_S
+    def _judge(self, left: _Candidate, now: float, to: str) -> None:
+        """What a trial lost is paid off before the next; what did well until now is soon tried again."""
+        lost = self._used_s + _TRIAL_ENDS_S - self._used_nbytes * self._link.value
+        if lost > 0:
             self._paused_until = self._traffic_s + min(lost / _TRIALS_SHARE, _LONGEST_PAUSE_S)
             self._paused_link = self._link.value
+        elif to == RAW:
+            left.forgotten_at = now + _DISTURBED_S
 
     # ---- predicting -----------------------------------------------------------------------------
 
-    def _predicted(self, candidate: _Candidate, now: float) -> float:
-        if candidate.name == self._chosen and self._tried(candidate):
-            return candidate.flow.value / (_IN_DOUBT if candidate.flow.windows < _SURE_WINDOWS else 1.0)
-        return self._formula(candidate) * self._correction(candidate, now)
+    def _predicted(self, candidate: _Candidate) -> float:
+        """Seconds a byte, with the doubt that is left in its favour: that is what makes it worth a trial."""
+        formula, flow = self._formula(candidate), candidate.flow
+        if candidate.name == self._chosen:
+            if not self._tried(candidate):
+                return formula
+            return flow.value / (1.0 + (0.0 if flow.settled else _DOUBTS * flow.doubt))
+        if candidate.promised:
+            return formula * self._slower(candidate)
+        return formula * min((self._slower(c) for c in self._candidates.values() if c.promised), default=1.0)
+
+    def _slower(self, seen: _Candidate) -> float:
+        """How many times what was promised a pipeline cost in use, with the doubt in its favour."""
+        doubts = _DOUBTS * (1.0 + (self._traffic_s - seen.seen_traffic_s) / _DOUBTS_GROW_S)
+        return max(seen.flow.value / seen.promised / (1.0 + doubts * seen.flow.doubt), 1.0)
 
     def _tried(self, used: _Candidate) -> bool:
         """Whether what it costs in use is known well enough to be believed."""
         windows = used.flow.windows
-        return windows >= _TRIAL_WINDOWS or (windows > 0 and used.flow.value > _HOPELESS * self._beaten)
+        return windows >= _TRIAL_WINDOWS or (windows > 0 and used.flow.value > _HOPELESS * self._link.value)
 
     def _formula(self, candidate: _Candidate) -> float:
         sending = self._link.value * candidate.size
         encode, decode = candidate.encode.value, candidate.decode.value
         return max(encode + sending, decode) if self._cores < 2 else max(encode, sending, decode)
 
-    def _correction(self, candidate: _Candidate, now: float) -> float:
-        """What was slow once is tried again after a time; nothing holds for another link."""
-        if candidate.correction == 1.0:
-            return 1.0
-        before, link = candidate.corrected_link, self._link.value
-        if not before / _SAME_LINK <= link <= before * _SAME_LINK:
-            candidate.failures = 0
-            candidate.correction = 1.0
-        elif now >= candidate.forgiven_at:
-            candidate.correction = 1.0
-        return candidate.correction
+    def _forget(self, candidate: _Candidate, now: float) -> None:
+        """What a pipeline that is not in use did cost long ago, or on another link, says nothing."""
+        if candidate.name == self._chosen or not candidate.promised:
+            return
+        before, link = candidate.seen_link, self._link.value
+        if now >= candidate.forgotten_at or not before / _SAME_LINK <= link <= before * _SAME_LINK:
+            candidate.flow, candidate.promised = FlowCost(), 0.0
 
     # ---- learning -------------------------------------------------------------------------------
 
@@ -304,6 +325,9 @@ class AdaptiveChoice:
                 self._news |= self._link_moved(nbytes, seconds)
                 return
             candidate = self._candidates.get(name)
+            if name == self._chosen:
+                self._used_s += seconds
+                self._used_nbytes += nbytes
             if candidate is not None and candidate.known and candidate.flow.add(nbytes, seconds):
                 self._learn(candidate, now)
                 self._news = True
@@ -325,23 +349,22 @@ class AdaptiveChoice:
         cost = candidate.flow.value
         on_link = cost - candidate.encode.value if self._cores < 2 else cost
         if candidate.flow.windows >= _SURE_WINDOWS:  # some may be bursts
-            self._link.at_most(on_link / candidate.size)  # it carried as much, so it is no slower
-        formula = self._formula(candidate)
-        if formula > 0 and self._tried(candidate):
-            candidate.correction = min(max(cost / formula, 1.0), _WORST)
-            candidate.corrected_link = self._link.value
-            candidate.forgiven_at = now + _FORGIVEN_S
+            doubt = 1.0 + _DOUBTS * candidate.flow.doubt
+            self._link.at_most(doubt * on_link / candidate.size)  # it carried as much, so it is no slower
+        candidate.promised = self._formula(candidate)
+        candidate.seen_link = self._link.value
+        candidate.seen_traffic_s = self._traffic_s
+        candidate.forgotten_at = now + _OLD_S
 
     # ---- telling --------------------------------------------------------------------------------
 
     def status(self) -> ChoiceStatus:
         """What is used, what is known, and why."""
         with self._lock:
-            now = self._clock()
             link = self._link.value
             found = [CandidateStatus(RAW, 1.0, 0.0, 0.0, link * 1e9)]
             for c in self._candidates.values():
-                predicted = self._predicted(c, now) if c.known and self._link.windows else 0.0
+                predicted = self._predicted(c) if c.known and self._link.windows else 0.0
                 found.append(
                     CandidateStatus(
                         c.name,

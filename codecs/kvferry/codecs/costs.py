@@ -10,10 +10,15 @@ from typing import Final
 __all__ = ["CallCost", "FlowCost"]
 
 _RECENT: Final = 9
+_RECENT_WINDOWS: Final = 25
+_USUAL_SPREAD: Final = 0.2
+"""Of windows, relative, where nothing is known of it yet; counts as much as one window."""
+_MEDIAN: Final = 1.25
+"""How much less certain than a mean of as many a median is."""
 _WINDOW_S: Final = 0.01
 _WINDOW_PIECES: Final = 2
 _LONG_S: Final = 0.05
-_CHANGED: Final = 1.3
+_CHANGED: Final = 1.6
 _SURE: Final = 5
 
 
@@ -52,18 +57,24 @@ class FlowCost:
     changed, and those before are forgotten.
     """
 
-    __slots__ = ("_costs", "_nbytes", "_pieces", "_seconds", "value")
+    __slots__ = ("_costs", "_nbytes", "_pieces", "_seconds", "doubt", "value")
 
     def __init__(self) -> None:
-        self._costs: deque[float] = deque(maxlen=_RECENT)
+        self._costs: deque[float] = deque(maxlen=_RECENT_WINDOWS)
         self._nbytes = self._seconds = 0.0
         self._pieces = 0
         self.value = 0.0
+        self.doubt = 0.0  # standard error of the value, relative: how much windows differ, how many they are
 
     @property
     def windows(self) -> int:
         """Windows that are known, up to some."""
         return len(self._costs)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no more windows will be known than are."""
+        return len(self._costs) == _RECENT_WINDOWS
 
     def add(self, nbytes: float, seconds: float) -> bool:
         """A piece of ``nbytes`` was in place so long after the one before; whether a window is full."""
@@ -78,8 +89,14 @@ class FlowCost:
         self._nbytes = self._seconds = 0.0
         self._pieces = 0
         self._drop_outdated()
-        self.value = statistics.median(self._costs)
+        self._sum_up()
         return True
+
+    def _sum_up(self) -> None:
+        self.value = value = statistics.median(self._costs)
+        count = len(self._costs)
+        apart = sum(min(cost / value - 1.0, 1.0) ** 2 for cost in self._costs)
+        self.doubt = _MEDIAN * math.sqrt((_USUAL_SPREAD**2 + apart) / (count + 1) / count)
 
     def _drop_outdated(self) -> None:
         costs = list(self._costs)
@@ -88,10 +105,10 @@ class FlowCost:
             return
         usual = statistics.median(before)
         if min(last) > _CHANGED * usual or max(last) < usual / _CHANGED:
-            self._costs = deque(last, maxlen=_RECENT)
+            self._costs = deque(last, maxlen=_RECENT_WINDOWS)
 
     def at_most(self, cost: float) -> None:
         """It is known to cost no more."""
         if self._costs and self.value > cost:
-            self._costs = deque((min(one, cost) for one in self._costs), maxlen=_RECENT)
-            self.value = cost
+            self._costs = deque((min(one, cost) for one in self._costs), maxlen=_RECENT_WINDOWS)
+            self._sum_up()

@@ -54,6 +54,21 @@ def test_a_flow_that_has_changed_is_believed_after_five_windows(after: float) ->
     assert (flow.value, flow.windows) == (after, 5)
 
 
+def test_the_doubt_is_less_with_more_windows_and_with_such_as_agree() -> None:
+    alike, unlike = FlowCost(), FlowCost()
+    doubts = []
+    for number in range(30):
+        alike.add(1, 0.1)
+        unlike.add(1, 0.08 if number % 2 else 0.12)
+        assert unlike.doubt >= alike.doubt
+        assert unlike.settled == (number >= 24)
+        doubts.append(alike.doubt)
+    assert doubts[0] == pytest.approx(0.18, abs=0.01)
+    assert doubts[:25] == sorted(doubts[:25], reverse=True)
+    assert doubts[-1] < 0.01
+    assert 0.05 < unlike.doubt < 0.12  # 1.25 * 0.35 / sqrt(25)
+
+
 def test_what_carried_more_costs_no_more() -> None:
     flow = FlowCost()
     flow.at_most(0.1)
