@@ -21,7 +21,7 @@ from kvferry.device.base import Event as DeviceEvent
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.tickets import CopyPart, CopyTicket
 
-__all__ = ["DeviceCopier"]
+__all__ = ["DeviceCopier", "DeviceCopying"]
 
 _FEW_RUNS: Final = 4  # a page in so many pieces at most is copied piece by piece
 
@@ -42,7 +42,7 @@ class DeviceCopier:
 
     def start(
         self, transfer: Transfer, layers: Sequence[int], first: int, count: int, after: Event | None
-    ) -> _Copying:
+    ) -> DeviceCopying:
         """See :class:`~kvferry.core.paged_copy.BlockCopier`.
 
         Args:
@@ -71,18 +71,18 @@ class DeviceCopier:
             for one, view in zip(pages, staging, strict=True):
                 one.arrange(view, to_page=True)
             ticket = self._engine.copy_in(parts, after=events, hold=transfer)
-            return _Copying(ticket)
+            return DeviceCopying(ticket)
 
         def put_in_order() -> None:
             for one, view in zip(pages, staging, strict=True):
                 one.arrange(view, to_page=False)
 
         ticket = self._engine.copy_out(parts, after=events, hold=transfer)
-        return _Copying(ticket, put_in_order)
+        return DeviceCopying(ticket, put_in_order)
 
 
-class _Copying:
-    """See :class:`~kvferry.core.paged_copy.Copying`."""
+class DeviceCopying:
+    """See :class:`~kvferry.core.paged_copy.Copying`. For one thread."""
 
     def __init__(self, ticket: CopyTicket, last: Callable[[], None] | None = None) -> None:
         self._ticket, self._last = ticket, last
@@ -97,6 +97,25 @@ class _Copying:
         if last is not None:
             last()
         return True
+
+    def wait(self, deadline: float) -> None:
+        """Until the bytes are where they should be, those of scattered pages in order.
+
+        Raises:
+            DeviceError: If the device failed.
+            TransferTimeoutError: At the deadline; the copies go on.
+        """
+        self._ticket.wait(deadline)
+        self.query()
+
+    def cancel(self) -> bool:
+        """Make no more copies; whether none is in flight either, so that the buffers are the caller's."""
+        return self._ticket.cancel(0.0)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no copy is in flight and none will come."""
+        return self._ticket.settled
 
 
 @dataclass(frozen=True)
