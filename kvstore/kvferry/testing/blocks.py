@@ -45,7 +45,7 @@ def save_blocks(
     keys: Sequence[BlockKey],
     *,
     parent: BlockKey | None = None,
-    seconds: float = 5.0,
+    seconds: float = 20.0,
 ) -> int:
     """Save the known bytes of ``keys``; returns the blocks newly stored."""
     nbytes = namespace.spec.block_nbytes
@@ -53,7 +53,7 @@ def save_blocks(
     return namespace.save(blocks, parent=parent, deadline=deadline_in(seconds))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Poll until ``condition`` holds; an ``AssertionError`` after ``seconds``."""
     deadline = deadline_in(seconds)
     while not condition():

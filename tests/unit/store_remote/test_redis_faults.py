@@ -73,7 +73,7 @@ def test_a_server_that_stops_is_told_once_and_heals(make: MakeTier, lines: Lines
         assert len(lines()) == 1
         assert "no requests" in lines()[0]
         server.start()
-        wait_until(lambda: written(write(it.tier, it.space, it.keys)) == [STORED] * 4, 5)
+        wait_until(lambda: set(written(write(it.tier, it.space, it.keys))) <= {STORED, PRESENT}, 20)
         assert outcomes(read(it.tier, it.space, it.keys)) == [HIT] * 4
         assert it.tier.usage().healthy
         assert len(lines()) == 1
@@ -91,45 +91,45 @@ def test_connections_that_a_restart_ended_cost_no_request(make: MakeTier) -> Non
 
 def test_a_hanging_server_holds_nobody_beyond_the_deadline(make: MakeTier) -> None:
     with RedisServer() as server:
-        it = make(server.url, timeout_s=0.2, server_errors=2, server_pause_s=30)
-        write(it.tier, it.space, it.keys)
+        it = make(server.url, timeout_s=0.2, server_errors=2, server_pause_s=60)
         with server.hanging():
             start = time.monotonic()
-            assert set(outcomes(read(it.tier, it.space, it.keys))) == {FAILED}
-            assert it.tier.contains(it.space, it.keys, deadline=deadline_in(20)) == [False] * 4
-            assert time.monotonic() - start < 3
-            start = time.monotonic()  # it is left alone now
-            assert it.tier.contains(it.space, it.keys, deadline=deadline_in(20)) == [False] * 4
-            with pytest.raises(TierError):
-                it.tier.remove(it.space, it.keys, deadline=deadline_in(20))
-            assert time.monotonic() - start < 0.15
+            assert set(outcomes(read(it.tier, it.space, it.keys, seconds=1000))) == {FAILED}
+            assert it.tier.contains(it.space, it.keys, deadline=deadline_in(1000)) == [False] * 4
+            assert time.monotonic() - start < 15
+            start = time.monotonic()  # it is left alone now: each of these would take 0.2 s
+            for _ in range(50):
+                assert it.tier.contains(it.space, it.keys, deadline=deadline_in(1000)) == [False] * 4
+                with pytest.raises(TierError):
+                    it.tier.remove(it.space, it.keys, deadline=deadline_in(1000))
+            assert time.monotonic() - start < 15
 
 
 @pytest.mark.parametrize("kind", ["cut", "half_open", "reset"])
 def test_a_bad_link(server: RedisServer, make: MakeTier, kind: str) -> None:
     with FaultProxy(server.url) as proxy:
         it = make(proxy.address, timeout_s=0.2, server_errors=1000)
-        write(it.tier, it.space, it.keys)
+        wait_until(lambda: set(written(write(it.tier, it.space, it.keys))) <= {STORED, PRESENT}, 20)
         proxy.faults = Faults(link=kind)  # type: ignore[arg-type]
         start = time.monotonic()
-        assert set(outcomes(read(it.tier, it.space, it.keys, seconds=5))) == {FAILED}
+        assert set(outcomes(read(it.tier, it.space, it.keys, seconds=1000))) == {FAILED}
         other = chain(it.space, 2, 2)
-        assert set(written(write(it.tier, it.space, other, seconds=5))) == {WriteOutcome.FAILED}
-        assert time.monotonic() - start < 3
+        assert set(written(write(it.tier, it.space, other, seconds=1000))) == {WriteOutcome.FAILED}
+        assert time.monotonic() - start < 20
         proxy.faults = Faults()
-        wait_until(lambda: outcomes(read(it.tier, it.space, it.keys)) == [HIT] * 4, 5)
+        wait_until(lambda: outcomes(read(it.tier, it.space, it.keys)) == [HIT] * 4, 20)
 
 
 def test_a_value_that_stops_half_way_is_no_block(server: RedisServer, make: MakeTier) -> None:
     with FaultProxy(server.url) as proxy:
         it = make(proxy.address, timeout_s=0.3, server_errors=1000)
-        write(it.tier, it.space, it.keys)
+        wait_until(lambda: set(written(write(it.tier, it.space, it.keys))) <= {STORED, PRESENT}, 20)
         proxy.faults = Faults(rate=10_000)
         start = time.monotonic()
-        assert outcomes(read(it.tier, it.space, it.keys[:1], seconds=5)) == [FAILED]
-        assert time.monotonic() - start < 3
+        assert outcomes(read(it.tier, it.space, it.keys[:1], seconds=1000)) == [FAILED]
+        assert time.monotonic() - start < 15
         proxy.faults = Faults(flip_rate=1e-3, only="to_client")
-        wait_until(lambda: CORRUPT in outcomes(read(it.tier, it.space, it.keys)), 10)
+        wait_until(lambda: CORRUPT in outcomes(read(it.tier, it.space, it.keys)), 20)
         proxy.faults = Faults()
 
 
@@ -150,8 +150,8 @@ def test_a_full_server_refuses_and_says_what_to_change(
         assert not it.tier.usage().healthy
         server.call("FLUSHALL")
         monkeypatch.setattr("kvferry.store.remote.redis.backend.FULL_S", 0.0)
-        wait_until(lambda: set(written(write(it.tier, it.space, it.keys))) <= {STORED, PRESENT}, 5)
-        wait_until(lambda: STORED in written(write(it.tier, it.space, chain(it.space, 999, 1))), 5)
+        wait_until(lambda: set(written(write(it.tier, it.space, it.keys))) <= {STORED, PRESENT}, 20)
+        wait_until(lambda: STORED in written(write(it.tier, it.space, chain(it.space, 999, 1))), 20)
         assert it.tier.usage().healthy
 
 
@@ -167,7 +167,7 @@ def test_a_wrong_password_is_never_shown(
     said = [*reasons, *lines(), str(it.tier.usage()), repr(it.tier.options)]
     assert not any("wrong-secret" in text for text in said)
     (tmp_path / "password").write_text("right-secret\n")  # it is read again
-    wait_until(lambda: written(write(it.tier, it.space, it.keys)) == [STORED] * 4, 5)
+    wait_until(lambda: set(written(write(it.tier, it.space, it.keys))) <= {STORED, PRESENT}, 20)
     other = make(server.url, username="engine", password="right-secret")
     assert outcomes(read(other.tier, other.space, it.keys)) == [HIT] * 4
     assert "right-secret" not in repr(other.tier.options)
@@ -193,10 +193,10 @@ def test_what_is_no_redis_server(make: MakeTier, reply: bytes) -> None:
     with answering(reply) as url:
         it = make(url, timeout_s=0.2)
         start = time.monotonic()
-        assert set(outcomes(read(it.tier, it.space, it.keys, seconds=5))) == {FAILED}
-        assert set(written(write(it.tier, it.space, it.keys, seconds=5))) == {WriteOutcome.FAILED}
-        assert it.tier.contains(it.space, it.keys, deadline=deadline_in(20)) == [False] * 4
-        assert time.monotonic() - start < 3
+        assert set(outcomes(read(it.tier, it.space, it.keys, seconds=1000))) == {FAILED}
+        assert set(written(write(it.tier, it.space, it.keys, seconds=1000))) == {WriteOutcome.FAILED}
+        assert it.tier.contains(it.space, it.keys, deadline=deadline_in(1000)) == [False] * 4
+        assert time.monotonic() - start < 30
 
 
 def test_a_limit_that_the_server_does_not_tell_is_named(server: RedisServer, make: MakeTier) -> None:
@@ -315,9 +315,13 @@ def test_many_threads_share_few_connections(server: RedisServer, make: MakeTier)
         thread.join(30)
     assert not problems
     assert it.tier.usage().counters["connects"] <= 2
-    clients = server.call("CLIENT", "LIST")
-    assert isinstance(clients, bytes)
-    assert len(clients.splitlines()) <= 3  # and who asks
+
+    def clients() -> int:
+        listed = server.call("CLIENT", "LIST")
+        assert isinstance(listed, bytes)
+        return len(listed.splitlines())
+
+    wait_until(lambda: clients() <= 3, 20)  # and who asks; it may not have noticed the end of others yet
 
 
 def test_ttl_is_that_of_the_server(server: RedisServer, make: MakeTier) -> None:
