@@ -40,6 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine: install it for the tests of pages")
+    expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield found
@@ -113,7 +114,7 @@ def test_it_says_that_the_daemon_is_away_and_shows_names_as_text(browser: Browse
             expect(page.locator("#clients td").first).to_contain_text("<img")
             assert page.locator("#clients img").count() == 0
         daemon.kill()
-        expect(page.locator("#state")).to_contain_text("does not answer", timeout=15000)
+        expect(page.locator("#state")).to_contain_text("does not answer", timeout=60_000)
         page.close()
 
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pytest
 
 from kvferry.core import DType, KVSpec, deadline_in
 from kvferry.core.buffers import Buf
+from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import MemoryStore
 from kvferry.streaming import LayerReceiver, LayerSender
 from kvferry.streaming.slots import BlockSlots
 from kvferry.testing.prompt_kv import PromptKV, kv_spec
 from kvferry.testing.streams import DecodeEnd
+from kvferry.transports import streams
+from kvferry.transports.sockets import SocketConnection
 from kvferry.wire.messages import Handoff, SamplingParams, StreamDone
 
 LAYERS = 24
 COMPUTE_S = 1.5
-# The promise is 1.15 and holds on a quiet machine (1.05 is seen). The test allows more, since it shares two
-# cores with others: a layer that is late by a few milliseconds 24 times must not fail it. What sends only
-# after the last layer takes 2.0.
-BOUND = 1.3
+# The promise. What sends only after the last layer takes 2.0.
+BOUND = 1.15
 SPEC = kv_spec(LAYERS, kv_heads=4, head_dim=64, dtype=DType.FLOAT32)
 
 
@@ -83,6 +85,68 @@ def _ratio(store: MemoryStore, kind: type[LayerSender], chunks: int = 1) -> floa
     return took / COMPUTE_S
 
 
+class Clock:
+    """The time of a model and of a link as fast as that, which goes on while either is busy, and only then.
+
+    The real threads stream real bytes, as slowly as the machine is; what they would have waited for the link
+    is added up instead.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.computed = self.link = self._started = time.monotonic()
+        monkeypatch.setattr(streams, "time", self)
+        monkeypatch.setattr(SocketConnection, "_sleep", self._sleep)
+        self._model = threading.current_thread()
+
+    def monotonic(self) -> float:
+        """What the sender's pacer sees: the link is idle until a layer is computed."""
+        self.link = max(self.link, self.computed)
+        return self.link
+
+    def _sleep(self, seconds: float) -> bool:
+        assert threading.current_thread() is not self._model, "the model waits for the link"
+        self.link += seconds
+        return False
+
+    @property
+    def passed(self) -> float:
+        return max(self.link, self.computed) - self._started
+
+
+def _ratio_of_a_quiet_machine(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, kind: type[LayerSender], chunks: int = 1
+) -> float:
+    """As :func:`_ratio`, by a clock that knows of nothing else the machine does."""
+    kv = PromptKV(SPEC, 16 * 16 + 5)
+    with DecodeEnd("tcp://127.0.0.1:0", store, SPEC) as end:
+        channel = end.connect(f"{end.address}?rate={kv.nbytes / COMPUTE_S:.0f}B/s")
+        sender = kind(channel, SPEC)
+        sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(60))
+        receiver = end.receiver(deadline_in(20))
+        size = -(-kv.blocks // chunks)
+        clock, nbytes = Clock(monkeypatch), 0
+        for chunk in range(chunks):
+            blocks = range(chunk * size, min((chunk + 1) * size, kv.blocks))
+            for layer in range(LAYERS):
+                clock.computed += COMPUTE_S / LAYERS / chunks
+                sender.put_layer(layer, kv.put(layer, blocks))
+                nbytes += sum(len(kv.layer_bytes(layer, block)) for block in blocks)
+                if kind is LayerSender:  # nothing else than that this layer is computed makes it travel
+                    _until(lambda: receiver.kv_nbytes == nbytes)  # noqa: B023
+        handoff = Handoff(prompt_tokens=261, cached_tokens=0, first_token=1, sampling=SamplingParams())
+        sender.finish(handoff, deadline_in(60))
+        _check(receiver, kv)
+        channel.close()
+    return clock.passed / COMPUTE_S
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    limit = deadline_in(30)
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.0005)
+
+
 def _check(receiver: LayerReceiver, kv: PromptKV) -> None:
     with receiver:
         receiver.wait(deadline_in(20))
@@ -91,16 +155,25 @@ def _check(receiver: LayerReceiver, kv: PromptKV) -> None:
                 assert receiver.view(layer, block).tobytes() == kv.layer_bytes(layer, block)
 
 
-def test_transfer_hides_behind_compute(store: MemoryStore) -> None:
-    assert _ratio(store, LayerSender) <= BOUND
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_transfer_hides_behind_compute(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    assert _ratio_of_a_quiet_machine(store, monkeypatch, LayerSender, chunks) <= BOUND
 
 
-def test_transfer_hides_behind_compute_in_chunks(store: MemoryStore) -> None:
-    assert _ratio(store, LayerSender, chunks=3) <= BOUND
+def test_a_sender_that_waits_for_the_last_layer_breaks_the_bound(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _ratio_of_a_quiet_machine(store, monkeypatch, SendsAtTheEnd) > BOUND
 
 
-def test_a_sender_that_waits_for_the_last_layer_breaks_the_bound(store: MemoryStore) -> None:
-    assert _ratio(store, SendsAtTheEnd) > BOUND
+@pytest.mark.soak
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_transfer_hides_behind_compute_on_a_machine_that_does_nothing_else(
+    store: MemoryStore, chunks: int
+) -> None:
+    assert _ratio(store, LayerSender, chunks) <= BOUND
 
 
 def test_time_on_a_paced_wire_counts_the_pauses_of_small_frames(store: MemoryStore) -> None:
@@ -154,8 +227,14 @@ def _slow_stream(store: MemoryStore, kv: PromptKV, spec: KVSpec, seconds: float)
 
 def test_a_stream_outlasts_the_lease_of_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = PromptKV(SPEC, 64)
-    store = MemoryStore(64 << 20, lease_s=0.9)
-    _slow_stream(store, kv, SPEC, 1.8)
+    for lease_s in (0.9, 3.0):  # longer where the machine stood still for two thirds of it
+        store = MemoryStore(64 << 20, lease_s=lease_s)
+        with contextlib.suppress(KVFerryError):
+            _slow_stream(store, kv, SPEC, 2 * lease_s)
+            break
+    else:
+        pytest.fail("the leases ran out")
+    store.lease_s = 0.9
     namespace = store.namespace(SPEC)
     assert namespace.lookup(kv.keys).prefix == 4
     namespace.clear()

@@ -28,7 +28,7 @@ PONG = struct.pack("<4sHHIQIQ", b"KVFY", 1, 5, 0, 0, 8, 0) + b"\x81\xa1t\xa4pong
 
 def drip(sock: socket.socket) -> None:
     """A valid welcome header, one byte at a time: never done, never silent."""
-    header = struct.pack("<4sHHIQIQ", b"KVFY", 1, 2, 0, 0, 60_000, 0)
+    header = struct.pack("<4sHHIQIQ", b"KVFY", 1, 2, 1, 0, 60_000, 0)
     for byte in header + bytes(60_000):
         sock.sendall(bytes([byte]))
         time.sleep(0.01)
