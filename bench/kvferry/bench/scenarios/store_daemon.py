@@ -20,6 +20,7 @@ from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
 from kvferry.bench.ceilings import MemcpyCold
 from kvferry.bench.link.channel import Link
 from kvferry.bench.link.ends import LinkEnds
+from kvferry.bench.lmcache import LMCacheLink, lmcache_command, lmcache_server
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
 from kvferry.bench.scenarios.store import StoreOptions
@@ -143,14 +144,18 @@ class _Blocks:
 
 
 class _Beside:
-    """What stands beside a figure: a cold memcpy, and for tcp the transport with nothing behind it."""
+    """What stands beside a figure: a cold memcpy, over tcp the transport alone, LMCache's server if there."""
 
     def __init__(self, options: StoreOptions, stack: contextlib.ExitStack) -> None:
         self._options = options
         self._stack = stack
         self._ends: LinkEnds | None = None
+        command = lmcache_command()
+        self._lmcache = stack.enter_context(lmcache_server(command)) if command else 0
 
-    def of(self, nbytes: int, batch: int, count: int, verb: str) -> dict[str, Callable[[], Sample]]:
+    def of(
+        self, nbytes: int, batch: int, count: int, verb: str, *, touch: bool = True
+    ) -> dict[str, Callable[[], Sample]]:
         """For ``count`` calls of ``batch`` blocks each."""
         walk = self._options.walk_nbytes
         found: dict[str, Callable[[], Sample]] = {
@@ -163,6 +168,15 @@ class _Beside:
             link = Link(address, nbytes, walk, checksum=self._options.checksum != "off")
             self._stack.callback(link.close)
             found["tcp_bare"] = partial(link.put if verb == "save" else link.get, batch, count)
+        if self._lmcache:
+            other = LMCacheLink(self._lmcache, nbytes, walk)
+            self._stack.callback(other.close)
+            other.fill()
+            found["lmcache_server"] = (
+                partial(other.put, batch, count)
+                if verb == "save"
+                else partial(other.get, batch, count, touch=touch)
+            )
         return found
 
 
@@ -231,7 +245,9 @@ def _loads(options: StoreOptions, blocks: _Blocks, beside: _Beside, touch: str, 
     nbytes, batch = blocks.nbytes, blocks.batch
     addresses = touch == "none" and not options.url.startswith("tcp")
     count = max(1, _LOADS if addresses else min(_LOADS, options.walk_nbytes // (nbytes * batch)))
-    others = beside.of(nbytes, batch, count, "load")
+    others = beside.of(nbytes, batch, count, "load", touch=touch == "all")
+    if addresses:
+        others.pop("lmcache_server", None)  # it has no way to lend memory
     samples = run_paired(
         {"subject": partial(blocks.load, count, touch=touch == "all"), **others},
         runs=options.runs, warmup=options.warmup, progress=progress,
