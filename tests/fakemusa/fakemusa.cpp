@@ -14,13 +14,14 @@
 #include <condition_variable>
 #include <deque>
 #include <map>
+#include <random>
 #include <set>
 #include <thread>
 
 namespace {
 constexpr int kDevs = 2;
 constexpr auto PU1 = c10::DeviceType::PrivateUse1;
-std::atomic<int64_t> g_fixed_us{0}, g_us_per_mib{0};
+std::atomic<int64_t> g_fixed_us{0}, g_us_per_mib{0}, g_jitter_us{0};
 std::atomic<bool> g_dead{false};  // sticky, like the error of a failed kernel
 void alive() { TORCH_CHECK(!g_dead, "fake musa: an illegal memory access was encountered"); }
 
@@ -358,7 +359,9 @@ at::Tensor empty_st(c10::IntArrayRef s, c10::IntArrayRef st, std::optional<at::S
       s, st, &g_dev_alloc, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dt));
 }
 void delay(size_t n) {
+  thread_local std::minstd_rand random(std::hash<std::thread::id>()(std::this_thread::get_id()));
   int64_t us = g_fixed_us + (int64_t)((double)n / (1 << 20) * g_us_per_mib);
+  if (int64_t most = g_jitter_us) us += random() % most;
   if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
 }
 at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool nb) {
@@ -457,6 +460,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     g_fixed_us = f;
     g_us_per_mib = u;
   });
+  m.def("set_jitter", [](int64_t most) { g_jitter_us = most; });
   m.def("set_total", [](size_t n) { g_total = n; });
   m.def("set_most_pinned", [](size_t n) { g_most_pinned = n; });
   m.def("kill", [](bool dead) { g_dead = dead; });

@@ -14,6 +14,7 @@ from kvferry.core.errors import DeviceError
 from kvferry.device.base import Device, DeviceBytes
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.torch_device import MusaDevice
+from kvferry.testing.device_pools import DevicePoolSuite
 from kvferry.testing.devices import DeviceSuite
 
 fakemusa: Any = importlib.import_module("fakemusa")  # torch has the device from here on
@@ -28,6 +29,17 @@ class TestFakeMusa(DeviceSuite):
 
     def set_latency(self, device: Device, seconds: float) -> None:
         fakemusa.native.set_latency(int(seconds * 1e6), 0)
+
+
+class TestFakeMusaPool(DevicePoolSuite):
+    def make_device(self) -> Device:
+        return MusaDevice()
+
+    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
+        fakemusa.native.kernel(target, byte, int(seconds * 1e6))
+
+    def set_latency(self, device: Device, seconds: float) -> None:
+        fakemusa.native.set_jitter(int(seconds * 1e6))
 
 
 def test_kernels_that_the_card_lacks_are_refused() -> None:

@@ -91,6 +91,11 @@ class CopyEngine:
         """Bytes of a slot."""
         return self._slots[0].slot_nbytes
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the slots are pinned; if not, copies block the engine's thread."""
+        return all(slots.pinned for slots in self._slots)
+
     def register(self, view: memoryview) -> bool:
         """Pin host memory whole, so that copies from and to it need no slot; not in steady state.
 

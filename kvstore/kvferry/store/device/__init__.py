@@ -7,5 +7,15 @@ from __future__ import annotations
 
 from kvferry.store.device.pool import DevicePool, PoolOptions, PoolStats
 from kvferry.store.device.space import PoolSpace, Restored
+from kvferry.store.device.tier import DeviceTier
+from kvferry.store.device.tier_options import DeviceTierOptions
 
-__all__ = ["DevicePool", "PoolOptions", "PoolSpace", "PoolStats", "Restored"]
+__all__ = [
+    "DevicePool",
+    "DeviceTier",
+    "DeviceTierOptions",
+    "PoolOptions",
+    "PoolSpace",
+    "PoolStats",
+    "Restored",
+]

@@ -82,17 +82,25 @@ class PageTable:
         """Pages that are nobody's."""
         return len(self._free)
 
-    def take(self, count: int, after: int | None = None) -> tuple[list[int], list[Event]]:
-        """So many free pages, of which there are enough, in ascending order, neighbours where possible.
+    @property
+    def held_pages(self) -> int:
+        """Pages that are taken, but not by idle blocks."""
+        return self.num_pages - len(self._free) - self.idle_pages
+
+    def take(
+        self, count: int, after: int | None = None, *, neighbours: bool = True
+    ) -> tuple[list[int], list[Event]]:
+        """So many free pages, of which there are enough, in ascending order.
 
         Args:
             count: How many.
             after: Prefer those that follow this page.
+            neighbours: Look for a run of neighbours.
 
         Returns:
             The pages, and what their next writer waits for on the device: their last users.
         """
-        start = self._find_run(count, after)
+        start = self._find_run(count, after) if neighbours else len(self._free) - count
         taken = self._free[start : start + count]
         del self._free[start : start + count]
         events: list[Event] = []
