@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -185,15 +185,24 @@ def test_parts_at_once_fit_into_the_walk() -> None:
     assert parts_at_once(1 << 20, 32, 1 << 20) == 1
 
 
-def test_timed_leaves_failures_out() -> None:
+def test_timed_leaves_failures_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("kvferry.bench.link.memory.time", SimpleNamespace(perf_counter=lambda: now))
+
+    def takes(seconds: float) -> int:
+        nonlocal now
+        now += seconds
+        return int(seconds)
+
     def slow_failure() -> int:
-        time.sleep(0.05)
+        takes(50.0)
         raise TransportError("no")
 
     failures: list[KVFerryError] = []
-    sample = timed(iter([lambda: 5, slow_failure, lambda: 7]), failures.append)
+    sample = timed(iter([lambda: takes(5.0), slow_failure, lambda: takes(7.0)]), failures.append)
     assert (sample.nbytes, len(sample.latencies), len(failures)) == (12, 2, 1)
-    assert sample.seconds < 0.05
+    assert sample.latencies == (5.0, 7.0)
+    assert sample.seconds == 12.0
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])

@@ -106,6 +106,6 @@ def test_a_process_of_its_own_is_done_soon_and_without_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     )
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
     assert done.stdout.splitlines()[-1] == "False"
     assert "Traceback" not in done.stdout + done.stderr
