@@ -61,7 +61,7 @@ class TestPeers(TierSuite):
             for old in self.made:
                 for (space, key), _ in list(old._written.items()):
                     opened(tier, space.spec, space.tenant, space.scope)
-                    tier.remove(space, [key], deadline=deadline_in(5))
+                    tier.remove(space, [key], deadline=deadline_in(20))
 
     @contextmanager
     def _away_from_tests(self) -> Iterator[PeerTier]:

@@ -85,7 +85,7 @@ def full(tier: DiskTier, disk: Path) -> None:
     assert set(write(tier, held)) == {WriteOutcome.STORED}
     outcomes = {outcome for number in range(100, 140) for outcome in write(tier, keys(number, 8))}
     assert outcomes >= {WriteOutcome.STORED, WriteOutcome.FAILED}, outcomes  # 80 MiB into 64
-    wait_until(stored(tier, 5000), 30)  # by eviction
+    wait_until(stored(tier, 5000))  # by eviction
     ballast = disk / "ballast"
     fill(ballast)
     for entry in list(tier.scan()):
@@ -97,7 +97,7 @@ def full(tier: DiskTier, disk: Path) -> None:
     assert said("the device is full; going on") <= before + 1
     start = time.monotonic()
     assert WriteOutcome.STORED not in write(tier, keys(300, 8))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     ballast.unlink()
     wait_until(stored(tier, 6000), 30)
     assert tier.usage().healthy
@@ -124,7 +124,7 @@ def opened_read_only(disk: Path) -> None:
     tier.open(SPACE)
     usage = tier.usage()
     assert not usage.healthy
-    assert "read-only" in str(usage.status), usage.status
+    assert "read-only" in str(usage.status).lower(), usage.status  # found at the start, or by a write since
     held = [entry.key for entry in tier.scan() if entry.namespace_id == SPACE.namespace_id][:4]
     assert read(tier, held) == [ReadOutcome.HIT] * 4
     mount("-o", "remount,rw", str(disk))

@@ -132,7 +132,7 @@ def chain(namespace: Namespace, number: int, blocks: int) -> list[BlockKey]:
 def verify(namespace: Namespace, numbers: range) -> int:
     seen = 0
     for number in numbers:
-        with namespace.load(chain(namespace, number, 4), deadline=deadline_in(1)) as lease:
+        with namespace.load(chain(namespace, number, 4), deadline=deadline_in(20)) as lease:
             for index, key in enumerate(lease.keys):
                 assert lease.view(index) == block_bytes(key, SPEC.block_nbytes), (number, index)
             seen += len(lease)
@@ -146,9 +146,9 @@ def test_processes_stopped_past_their_leases(store: MemoryStore) -> None:
     filler, reader = Child(store, FILLER, "fill"), Child(store, READER, "read")
     try:
         filling = store.for_session(filler.session).namespace(SPEC)
-        fill = filling.reserve(chain(namespace, 0, HELD), parent=None, deadline=deadline_in(5))
+        fill = filling.reserve(chain(namespace, 0, HELD), parent=None, deadline=deadline_in(20))
         reading = store.for_session(reader.session).namespace(SPEC)
-        read = reading.load(shared, deadline=deadline_in(5))
+        read = reading.load(shared, deadline=deadline_in(20))
         filler.start(fill.ticket())
         reader.start(read.ticket())
         filler.stop()
@@ -189,7 +189,7 @@ def test_the_end_of_a_process_wakes_who_waits_for_its_slots(store: MemoryStore) 
     try:
         filling = store.for_session(filler.session).namespace(SPEC)
         fill = filling.reserve(
-            namespace.keys([0] * BLOCKS * SPEC.block_tokens), parent=None, deadline=deadline_in(5)
+            namespace.keys([0] * BLOCKS * SPEC.block_tokens), parent=None, deadline=deadline_in(20)
         )
         filler.start(fill.ticket())
         os.kill(filler.process.pid, signal.SIGKILL)

@@ -35,15 +35,15 @@ def send_mutated(address: str, rng: random.Random, frames: list[bytes]) -> int:
     """
     sent = 0
     options = ChannelOptions(role="client", session="fuzz", checksum=False)
-    connection = transports.connect(address, deadline_in(10))
+    connection = transports.connect(address, deadline_in(60))
     try:
         protocol: WireProtocol = options.protocol(Side.CLIENT, address)
-        connection.send([protocol.encode(options.hello(time.monotonic()))], deadline_in(10))
+        connection.send([protocol.encode(options.hello(time.monotonic()))], deadline_in(60))
         for _ in range(rng.randrange(1, 6)):
             data = bytearray(rng.choice(frames))
             for _ in range(rng.randrange(4)):
                 data[rng.randrange(len(data))] = rng.randrange(256)
-            connection.send([bytes(data)], deadline_in(10))
+            connection.send([bytes(data)], deadline_in(60))
             sent += 1
     except KVFerryError:
         pass  # it has hung up

@@ -42,7 +42,7 @@ def write(slot, at, view):
 delivery.write_into = write
 kv = PromptKV(kv_spec(8, kv_heads=4, head_dim=64), 16 * 8 + 5)
 options = ChannelOptions(role="prefill", session="child", capabilities=STREAM_CAPABILITIES)
-channel = Channel.connect(sys.argv[1], options, deadline_in(10))
+channel = Channel.connect(sys.argv[1], options, deadline_in(60))
 sender = LayerSender(channel, kv.spec, arena=SharedArena())
 sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(60))
 sender.put_layer(0, kv.put(0))
@@ -77,11 +77,11 @@ def _writing_child(end: DecodeEnd) -> Iterator[subprocess.Popen[str]]:
         yield child
     finally:
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
 
 
 def _nothing_left(end: DecodeEnd, store: MemoryStore) -> None:
-    limit = deadline_in(10)
+    limit = deadline_in(60)
     while end.watch.reap() or store.stats().quarantined_nbytes:
         assert time_left(limit), store.stats()
         time.sleep(0.01)
@@ -98,8 +98,8 @@ def _another_stream_is_right(end: DecodeEnd) -> None:
     for layer in range(len(SPEC.layers)):
         sender.put_layer(layer, kv.put(layer))
     sender.finish(HANDOFF, deadline_in(20))
-    with end.receiver(deadline_in(10)) as receiver:
-        receiver.wait(deadline_in(10))
+    with end.receiver(deadline_in(60)) as receiver:
+        receiver.wait(deadline_in(60))
         for block in range(9):
             assert receiver.view(7, block) == kv.layer_bytes(7, block)
     end.namespace.clear()
@@ -108,10 +108,10 @@ def _another_stream_is_right(end: DecodeEnd) -> None:
 
 def test_killed_in_the_middle_of_a_slot(end: DecodeEnd, store: MemoryStore) -> None:
     with _writing_child(end) as child:
-        receiver = end.receiver(deadline_in(10))
+        receiver = end.receiver(deadline_in(60))
         child.kill()
         with pytest.raises(KVFerryError):
-            receiver.wait(deadline_in(10))
+            receiver.wait(deadline_in(60))
         receiver.close()
     _nothing_left(end, store)
     _another_stream_is_right(end)
@@ -120,11 +120,11 @@ def test_killed_in_the_middle_of_a_slot(end: DecodeEnd, store: MemoryStore) -> N
 def test_stopped_in_the_middle_of_a_slot(end: DecodeEnd, store: MemoryStore) -> None:
     """Neither time nor the end of the stream frees what a stopped process may still write."""
     with _writing_child(end) as child:
-        receiver = end.receiver(deadline_in(10))
+        receiver = end.receiver(deadline_in(60))
         stop_process(child.pid)
         started = time.monotonic()
         receiver.close()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         assert end.watch.reap() == 1
         held = store.stats().quarantined_nbytes
         assert held == store.stats().used_nbytes > 0

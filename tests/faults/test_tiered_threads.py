@@ -46,7 +46,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while time.monotonic() < self.until:
+            while time.monotonic() < (self.until if self.hits else self.until + 50):
                 self._step(chain(self.ns, self.rng.randrange(CHAINS), self.rng.randrange(1, 4)))
         except BaseException as error:  # noqa: BLE001 - root of a thread: told to the test
             self.failure = error

@@ -46,7 +46,7 @@ def again(self, part, deadline):
 windows.RegionDelivery._write = again
 kv = PromptKV(kv_spec(8, kv_heads=4, head_dim=64), 16 * 8 + 5)
 options = ChannelOptions(role="prefill", session="child", capabilities=(windows_capability(regions),))
-channel = Channel.connect(sys.argv[1], options, deadline_in(10))
+channel = Channel.connect(sys.argv[1], options, deadline_in(60))
 sender = LayerSender(channel, kv.spec, regions=regions)
 sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(60))
 sender.put_layer(0, kv.put(0))
@@ -86,14 +86,14 @@ def writing_child(end: DecodeEnd) -> Iterator[tuple[subprocess.Popen[str], Layer
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == "writing\n"
-            yield child, end.receiver(deadline_in(10))
+            yield child, end.receiver(deadline_in(60))
         finally:
             child.kill()
 
 
 def taken_again(store: MemoryStore, regions: MooncakeRegions) -> None:
     """All slots are free, no window is open, and what is stored in them now stays as it is."""
-    limit = deadline_in(10)
+    limit = deadline_in(60)
     while (stats := store.stats()).leases or stats.quarantined_nbytes or stats.used_nbytes:
         assert time_left(limit), stats
         time.sleep(0.005)
@@ -101,8 +101,8 @@ def taken_again(store: MemoryStore, regions: MooncakeRegions) -> None:
     kv = PromptKV(SPEC, PROMPT, seed=5)
     namespace = store.namespace(SPEC)
     data = np.full(SPEC.block_nbytes, 0x77, np.uint8)
-    namespace.save([(key, data) for key in kv.keys], parent=None, deadline=deadline_in(10))
-    with namespace.load(kv.keys, deadline=deadline_in(10)) as lease:
+    namespace.save([(key, data) for key in kv.keys], parent=None, deadline=deadline_in(60))
+    with namespace.load(kv.keys, deadline=deadline_in(60)) as lease:
         limit = deadline_in(0.3)
         while time_left(limit):
             assert all((np.frombuffer(lease.view(i), np.uint8) == 0x77).all() for i in range(len(kv.keys)))
@@ -113,7 +113,7 @@ def test_killed_while_it_writes(end: DecodeEnd, store: MemoryStore, regions: Moo
     with writing_child(end) as (child, receiver):
         child.kill()
         with pytest.raises(KVFerryError):
-            receiver.wait(deadline_in(10))
+            receiver.wait(deadline_in(60))
         taken_again(store, regions)
 
 
@@ -127,7 +127,7 @@ def test_given_up_by_decode_while_it_writes(
             stop_process(child.pid)
         started = time.monotonic()
         receiver.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 25
         if stopped:
             child.send_signal(signal.SIGCONT)
         taken_again(store, regions)

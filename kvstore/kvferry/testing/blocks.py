@@ -53,7 +53,7 @@ def save_blocks(
     return namespace.save(blocks, parent=parent, deadline=deadline_in(seconds))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Poll until ``condition`` holds; an ``AssertionError`` after ``seconds``."""
     deadline = deadline_in(seconds)
     while not condition():
@@ -65,7 +65,7 @@ def stop_process(pid: int) -> None:
     """SIGSTOP, and wait until every thread of the process stands still: the signal alone returns before.
 
     Raises:
-        AssertionError: If one runs on for 10 s.
+        AssertionError: If one runs on for 60 s.
         OSError: If there is no such process.
     """
     os.kill(pid, signal.SIGSTOP)

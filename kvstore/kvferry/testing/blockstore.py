@@ -16,7 +16,7 @@ from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, ConfigError, KVFerryError, LeaseExpiredError, StoreError
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KeyScope
-from kvferry.testing.blocks import block_bytes, save_blocks
+from kvferry.testing.blocks import block_bytes, save_blocks, wait_until
 from kvferry.testing.blockstore_common import (
     BIG,
     BLOCKS,
@@ -77,7 +77,7 @@ class BlockStoreSuite(RoomSuite):
             lease.check()
         with reserve(ns, []) as fill:
             assert fill.commit() == 0
-        assert ns.save([], parent=None, deadline=deadline_in(1)) == 0
+        assert ns.save([], parent=None, deadline=deadline_in(20)) == 0
         assert ns.pin([], ttl=1) == ns.remove([]) == ns.clear() == 0
         ns.unpin([])
         ns.prefetch([])
@@ -94,7 +94,7 @@ class BlockStoreSuite(RoomSuite):
         with load(ns, keys) as lease:
             assert lease.keys == tuple(keys[:2])
         assert ns.save(
-            [(keys[2], block_bytes(keys[2], SPEC.block_nbytes))], parent=keys[1], deadline=deadline_in(1)
+            [(keys[2], block_bytes(keys[2], SPEC.block_nbytes))], parent=keys[1], deadline=deadline_in(20)
         )
         assert_stored(ns, keys)
 
@@ -232,17 +232,17 @@ class BlockStoreSuite(RoomSuite):
         keys = chain(ns, 1, 2)
         blocks = [(keys[0], bytes(SPEC.block_nbytes)), (keys[1], bytes(SPEC.block_nbytes - 1))]
         with pytest.raises(ConfigError, match=str(SPEC.block_nbytes - 1)):
-            ns.save(blocks, parent=None, deadline=deadline_in(1))
+            ns.save(blocks, parent=None, deadline=deadline_in(20))
         assert store.stats().used_nbytes == 0
         with pytest.raises(ConfigError):
-            ns.reserve([BlockKey(b"short")], parent=None, deadline=deadline_in(1))
+            ns.reserve([BlockKey(b"short")], parent=None, deadline=deadline_in(20))
 
     def test_what_is_no_key_is_refused_by_every_verb(self, store: BlockStore, ns: Namespace) -> None:
         """A key of another type or length would be a silent miss for ever."""
         good = chain(ns, 1, 2)
         save_blocks(ns, good)
         data = bytes(SPEC.block_nbytes)
-        soon = deadline_in(1)
+        soon = deadline_in(20)
         for bad in (b"x", b"", bytes(33), "k" * 32, None, 5, bytearray(32)):
             keys: list[Any] = [good[0], bad]
             calls: list[Callable[[], object]] = [
@@ -309,7 +309,7 @@ class BlockStoreSuite(RoomSuite):
     def test_poll_and_flush(self, store: BlockStore, ns: Namespace) -> None:
         """Near-free when idle; ``flush`` comes back."""
         save_blocks(ns, chain(ns, 1, 2))
-        assert store.flush(deadline=deadline_in(10))
+        assert store.flush(deadline=deadline_in(60))
         assert all(completion.ok for completion in store.poll())
 
     def test_close_ends_all(self, store: BlockStore, ns: Namespace) -> None:
@@ -354,9 +354,13 @@ class BlockStoreSuite(RoomSuite):
         for thread in threads:
             thread.join(60)
         assert not failures, failures
-        for spec in (SPEC, BIG):
-            store.namespace(spec).clear()
-        assert gauges(store) == (0, 0, 0, 0, 0)
+
+        def given_back() -> bool:  # a daemon that was late to answer twice is left alone for a moment
+            for spec in (SPEC, BIG):
+                store.namespace(spec).clear()
+            return gauges(store) == (0, 0, 0, 0, 0)
+
+        wait_until(given_back)
         assert save_blocks(store.namespace(SPEC), chain(store.namespace(SPEC), 9999, BLOCKS)) == BLOCKS
 
 

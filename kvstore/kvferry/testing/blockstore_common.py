@@ -9,8 +9,9 @@ import pytest
 
 from kvferry.core.blockstore import BlockStore, Hit, Namespace, ReadLease, WriteLease
 from kvferry.core.clock import deadline_in
+from kvferry.core.errors import CapacityError, LeaseExpiredError, UnavailableError
 from kvferry.core.keys import BlockKey
-from kvferry.testing.blocks import block_bytes, small_spec
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
 
 __all__ = [
     "BIG",
@@ -24,7 +25,9 @@ __all__ = [
     "fill_lease",
     "gauges",
     "load",
+    "no_room",
     "reserve",
+    "save_surely",
 ]
 
 BLOCKS = 8  # capacity of the stores under test, in blocks of SPEC
@@ -41,14 +44,46 @@ def chain(namespace: Namespace, number: int, blocks: int) -> list[BlockKey]:
 
 def load(namespace: Namespace, keys: list[BlockKey]) -> ReadLease:
     """Lease ``keys`` for reading."""
-    return namespace.load(keys, deadline=deadline_in(5))
+    return namespace.load(keys, deadline=deadline_in(20))
 
 
 def reserve(
-    namespace: Namespace, keys: list[BlockKey], *, parent: BlockKey | None = None, seconds: float = 5.0
+    namespace: Namespace, keys: list[BlockKey], *, parent: BlockKey | None = None, seconds: float = 20.0
 ) -> WriteLease:
     """Reserve ``keys``."""
     return namespace.reserve(keys, parent=parent, deadline=deadline_in(seconds))
+
+
+def no_room(namespace: Namespace, keys: list[BlockKey]) -> str:
+    """Why ``keys`` cannot be reserved soon. An answer that came too late says nothing: it is asked again."""
+    said: list[str] = []
+
+    def refused() -> bool:
+        try:
+            reserve(namespace, keys, seconds=0.5).abort()
+        except UnavailableError:
+            return False
+        except CapacityError as error:
+            said.append(str(error))
+        else:
+            raise AssertionError("there was room")
+        return True
+
+    wait_until(refused)
+    return said[0]
+
+
+def save_surely(namespace: Namespace, keys: list[BlockKey]) -> None:
+    """Save where leases are short: one that was over before its blocks were copied is taken again."""
+
+    def saved() -> bool:
+        try:
+            save_blocks(namespace, keys)
+        except LeaseExpiredError:
+            return False
+        return True
+
+    wait_until(saved)
 
 
 def fill_lease(lease: WriteLease) -> None:
@@ -68,7 +103,7 @@ def assert_stored(namespace: Namespace, keys: list[BlockKey]) -> None:
 
 def gauges(store: BlockStore) -> tuple[int, ...]:
     """Entries, used, pinned, quarantined bytes and leases: all zero when nothing is kept or under way."""
-    store.flush(deadline=deadline_in(10))
+    store.flush(deadline=deadline_in(60))
     stats = store.stats()
     return (stats.entries, stats.used_nbytes, stats.pinned_nbytes, stats.quarantined_nbytes, stats.leases)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -19,7 +20,9 @@ from kvferry.testing.blockstore_common import (
     chain,
     gauges,
     load,
+    no_room,
     reserve,
+    save_surely,
 )
 
 __all__ = ["RoomSuite"]
@@ -92,10 +95,9 @@ class RoomSuite(StoreFixtures):
         save_blocks(ns, keys)
         lease = load(ns, keys)
         before = gauges(store)
-        with pytest.raises(CapacityError) as caught:
-            reserve(ns, chain(ns, 2, 3), seconds=0.5)
+        said = no_room(ns, chain(ns, 2, 3))
         for number in (3, 2, BLOCKS - 2):
-            assert str(number * SPEC.block_nbytes) in str(caught.value)
+            assert str(number * SPEC.block_nbytes) in said
         assert gauges(store) == before
         reserve(ns, chain(ns, 2, 2)).abort()
         lease.release()
@@ -137,7 +139,7 @@ class RoomSuite(StoreFixtures):
 
         thread = threading.Thread(target=save, name="kvferry-test-save")
         thread.start()
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         started = time.monotonic()
         lease.release()
         thread.join(60)
@@ -246,15 +248,19 @@ class RoomSuite(StoreFixtures):
         """Past its deadline a lease pins nothing, and check and release raise."""
         ns = short_store.namespace(SPEC)
         keys = chain(ns, 1, BLOCKS)
-        save_blocks(ns, keys)
+        save_surely(ns, keys)
+        expired = short_store.stats().expired_leases  # of a save that was too slow
         lease = load(ns, keys)
-        view = lease.view(0)
+        view = memoryview(b"")
+        with suppress(LeaseExpiredError):  # a slow machine may be past it already
+            view = lease.view(0)
         wait_until(lambda: time.monotonic() > lease.expires_at)
         with pytest.raises(LeaseExpiredError):
             lease.check()
         stats = short_store.stats()
-        assert (stats.pinned_nbytes, stats.leases, stats.expired_leases) == (0, 0, 1)
-        assert save_blocks(ns, chain(ns, 2, BLOCKS)) == BLOCKS
+        assert (stats.pinned_nbytes, stats.leases, stats.expired_leases) == (0, 0, expired + 1)
+        save_surely(ns, chain(ns, 2, BLOCKS))
+        assert ns.lookup(chain(ns, 2, BLOCKS)).prefix == BLOCKS
         bytes(view)  # what it says now is void, but reading it harms nobody
         with pytest.raises(LeaseExpiredError):
             lease.release()
@@ -264,9 +270,10 @@ class RoomSuite(StoreFixtures):
         """A holder that never releases delays others only until its deadline."""
         ns = short_store.namespace(SPEC)
         keys = chain(ns, 1, BLOCKS)
-        save_blocks(ns, keys)
+        save_surely(ns, keys)
         lease = load(ns, keys)
-        assert save_blocks(ns, chain(ns, 2, BLOCKS), seconds=30) == BLOCKS
+        save_surely(ns, chain(ns, 2, BLOCKS))
+        assert ns.lookup(chain(ns, 2, BLOCKS)).prefix == BLOCKS
         assert time.monotonic() >= lease.expires_at
 
     def test_a_late_writer_publishes_nothing_and_keeps_its_slots(self, short_store: BlockStore) -> None:
@@ -276,8 +283,7 @@ class RoomSuite(StoreFixtures):
         wait_until(lambda: time.monotonic() > lease.expires_at)
         stats = short_store.stats()
         assert (stats.quarantined_nbytes, stats.pinned_nbytes) == (BLOCKS * SPEC.block_nbytes, 0)
-        with pytest.raises(CapacityError, match=str(BLOCKS * SPEC.block_nbytes)):
-            reserve(ns, chain(ns, 2, 1), seconds=0.5)
+        assert str(BLOCKS * SPEC.block_nbytes) in no_room(ns, chain(ns, 2, 1))
         with pytest.raises(LeaseExpiredError):
             lease.view(0)
         lease.abort()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,12 +31,30 @@ _SLOW_S = 0.05
 _AMPLE_S = 20.0
 
 
+def _slower_if_late(test: Callable[[Any, Device], None]) -> Callable[[Any, Device], None]:
+    """For tests that look while work is under way: again, with slow work, if their thread came too late."""
+
+    @functools.wraps(test)
+    def tried(self: DeviceSuite, lazy: Device) -> None:
+        try:
+            test(self, lazy)
+        except (AssertionError, pytest.fail.Exception):
+            self.set_latency(lazy, 0.0)
+            lazy.synchronize()
+            self.slow_s = 20 * _SLOW_S
+            test(self, lazy)
+
+    return tried
+
+
 class DeviceSuite(DevicePages):
     """What every device must do. Inherit it in a test class and give :meth:`make_device`.
 
     A device that is not asynchronous leaves :meth:`kernel` and :meth:`set_latency` as they are; the tests
     of what can go wrong between streams are skipped for it.
     """
+
+    slow_s = _SLOW_S
 
     @abstractmethod
     def make_device(self) -> Device:
@@ -129,15 +149,16 @@ class DeviceSuite(DevicePages):
         assert device.current_stream() == outer
         assert seen == [outer]
 
+    @_slower_if_late
     def test_a_copy_without_wait_is_stale_and_with_an_event_right(self, lazy: Device) -> None:
         """Streams are ordered by events alone (C004)."""
         memory, stream, here = lazy.empty(_N), lazy.new_stream(), self._pinned(lazy)
-        self.kernel(lazy, memory, 7, _SLOW_S)
+        self.kernel(lazy, memory, 7, self.slow_s)
         lazy.copy(here.bytes, memory, stream)
         stream.synchronize()
         assert here.byte != 7
         lazy.synchronize()
-        self.kernel(lazy, memory, 9, _SLOW_S)
+        self.kernel(lazy, memory, 9, self.slow_s)
         event = lazy.event()
         event.record(lazy.current_stream())
         stream.wait_event(event)
@@ -147,30 +168,33 @@ class DeviceSuite(DevicePages):
         assert event.query()
         assert here.byte == 9
 
+    @_slower_if_late
     def test_pageable_memory_blocks_and_pinned_does_not(self, lazy: Device) -> None:
         """Which is why everything passes through registered memory."""
         memory, stream, pinned = lazy.empty(_N), lazy.new_stream(), self._pinned(lazy)
-        self.set_latency(lazy, _SLOW_S)
+        self.set_latency(lazy, self.slow_s)
         started = time.monotonic()
         lazy.copy(memory, lazy.host_bytes(page_aligned(_N)), stream)
-        assert time.monotonic() - started >= 0.9 * _SLOW_S
+        assert time.monotonic() - started >= 0.9 * self.slow_s
         event = lazy.event()
         lazy.copy(memory, pinned.bytes, stream)
         event.record(stream)
         assert not event.query()
         stream.synchronize()
 
+    @_slower_if_late
     def test_a_wait_takes_the_event_as_it_is_then(self, lazy: Device) -> None:
         """Recorded again, it does not extend a wait that is queued."""
         memory, stream, event = lazy.empty(_N), lazy.new_stream(), lazy.event()
         self.kernel(lazy, memory, 1)
         event.record(lazy.current_stream())
         stream.wait_event(event)
-        self.kernel(lazy, memory, 2, 10 * _SLOW_S)
+        self.kernel(lazy, memory, 2, 10 * self.slow_s)
         event.record(lazy.current_stream())
         stream.synchronize()
         assert not event.query()
 
+    @_slower_if_late
     def test_freed_memory_is_somebody_elses_at_once(self, lazy: Device) -> None:
         """A copy in flight does not keep its source: who copies must hold it."""
         stream = lazy.new_stream()
@@ -178,7 +202,7 @@ class DeviceSuite(DevicePages):
             here, memory = self._pinned(lazy), lazy.empty(_N)
             self.kernel(lazy, memory, 6)
             lazy.synchronize()
-            self.set_latency(lazy, _SLOW_S)
+            self.set_latency(lazy, self.slow_s)
             lazy.copy(here.bytes, memory, stream)
             keep = memory if held else None
             del memory
@@ -221,7 +245,10 @@ class DeviceSuite(DevicePages):
 
     def test_layers_overlap_and_come_in_order(self, lazy: Device) -> None:
         """Copies of one layer go on while the next computes; nobody sees another layer's bytes."""
-        layers, compute_s, copy_s = 8, 0.03, 0.02
+        # one whose threads had to wait for a core says nothing; none of ten is in time where nothing overlaps
+        assert any(self._overlap(lazy, 8, compute_s=0.03, copy_s=0.02) for _ in range(10))
+
+    def _overlap(self, lazy: Device, layers: int, *, compute_s: float, copy_s: float) -> bool:
         memory = [lazy.empty(_N) for _ in range(layers)]
         got: list[tuple[int, int, int]] = []
         tickets: list[CopyTicket] = []
@@ -243,8 +270,7 @@ class DeviceSuite(DevicePages):
             tickets[-1].wait(deadline_in(_AMPLE_S))
             total = time.monotonic() - started
         assert got == [(layer, layer + 1, layer + 1) for layer in range(layers)]
-        assert blocked < total / 3
-        assert total < 0.95 * layers * (compute_s + copy_s)
+        return blocked < total / 3 and total < 0.95 * layers * (compute_s + copy_s)
 
     def test_a_slot_is_nobody_elses_until_it_is_released(self, device: Device) -> None:
         """A consumer slower than the copies: more layers than slots, and the model's thread never waits."""
@@ -282,7 +308,7 @@ class DeviceSuite(DevicePages):
         with closing(self._engine(lazy)) as engine:
             engine.copy_in([(memory, old)]).wait(deadline_in(_AMPLE_S))
             other = lazy.empty(_N)
-            self.kernel(lazy, other, 0, _SLOW_S)
+            self.kernel(lazy, other, 0, self.slow_s)
             lazy.copy(seen.bytes, memory, lazy.current_stream())  # the reader, behind a slow kernel
             read = lazy.event()
             read.record(lazy.current_stream())
@@ -291,6 +317,7 @@ class DeviceSuite(DevicePages):
             assert read.query()
             assert seen.byte == 1
 
+    @_slower_if_late
     def test_cancel_returns_when_no_more_bytes_can_come(self, lazy: Device) -> None:
         """What waits is dropped; what is in flight ends first."""
         memory = lazy.empty(_N)
@@ -298,7 +325,7 @@ class DeviceSuite(DevicePages):
         self.kernel(lazy, memory, 5)
         lazy.synchronize()
         with closing(self._engine(lazy, slots=1, slot_nbytes=_N, max_copies=1)) as engine:
-            self.set_latency(lazy, _SLOW_S)
+            self.set_latency(lazy, self.slow_s)
             tickets = [engine.copy_out([(memory, view)]) for view in here]
             assert not tickets[-2].cancel(time.monotonic() - 1) or tickets[-2].settled
             assert tickets[-1].cancel(deadline_in(_AMPLE_S))
@@ -312,13 +339,14 @@ class DeviceSuite(DevicePages):
             assert bytes(here[3]) == bytes(_N)
             assert bytes(here[0]) == bytes([5]) * _N
 
+    @_slower_if_late
     def test_a_wait_ends_at_its_deadline_and_the_copy_goes_on(self, lazy: Device) -> None:
         """Its buffers are the engine's until the ticket is settled."""
         memory, here = lazy.empty(_N), _filled(_N, 0)
         self.kernel(lazy, memory, 8)
         lazy.synchronize()
         with closing(self._engine(lazy)) as engine:
-            self.set_latency(lazy, 2 * _SLOW_S)
+            self.set_latency(lazy, 2 * self.slow_s)
             ticket = engine.copy_out([(memory, here)])
             with pytest.raises(TransferTimeoutError):
                 ticket.wait(deadline_in(0.001))
@@ -348,7 +376,7 @@ class DeviceSuite(DevicePages):
         """What waits is cancelled, what is in flight ends, nothing stays pinned, no thread is left."""
         memory, here = device.empty(_N), page_aligned(_N)
         engine = self._engine(device, slots=1, slot_nbytes=_N, max_copies=1)
-        self.set_latency(device, _SLOW_S)
+        self.set_latency(device, self.slow_s)
         tickets = [engine.copy_out([(memory, here)]) for _ in range(5)]
         engine.close()
         engine.close()

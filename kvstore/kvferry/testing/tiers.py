@@ -88,7 +88,7 @@ class TierSuite(TierFaults, TierFixtures):
         """Misses and hits mix in one batch; an empty batch is fine."""
         write(tier, namespace, keys[::2])
         assert outcomes(read(tier, namespace, keys)) == [HIT, MISS] * 3
-        assert tier.contains(namespace, keys, deadline=deadline_in(5)) == [True, False] * 3
+        assert tier.contains(namespace, keys, deadline=deadline_in(20)) == [True, False] * 3
         assert read(tier, namespace, []) == []
         assert write(tier, namespace, []) == []
 
@@ -107,8 +107,8 @@ class TierSuite(TierFaults, TierFixtures):
         """And its room is free, and it can be written again."""
         write(tier, namespace, keys)
         used = tier.usage().used_nbytes
-        assert tier.remove(namespace, keys[:4], deadline=deadline_in(5)) == [True] * 4
-        assert tier.remove(namespace, keys[:4], deadline=deadline_in(5)) == [False] * 4
+        assert tier.remove(namespace, keys[:4], deadline=deadline_in(20)) == [True] * 4
+        assert tier.remove(namespace, keys[:4], deadline=deadline_in(20)) == [False] * 4
         assert outcomes(read(tier, namespace, keys)) == [MISS] * 4 + [HIT] * 2
         assert tier.usage().entries == 2
         assert tier.usage().used_nbytes < used
@@ -125,10 +125,10 @@ class TierSuite(TierFaults, TierFixtures):
         ]
         write(tier, spaces[0], keys[:1])
         for space in spaces[1:]:
-            assert tier.contains(space, keys[:1], deadline=deadline_in(5)) == [False]
+            assert tier.contains(space, keys[:1], deadline=deadline_in(20)) == [False]
             assert outcomes(read(tier, space, keys[:1])) == [MISS]
             assert write_outcomes(write(tier, space, keys[:1])) == [STORED]
-        assert tier.remove(spaces[2], keys[:1], deadline=deadline_in(5)) == [True]
+        assert tier.remove(spaces[2], keys[:1], deadline=deadline_in(20)) == [True]
         assert outcomes(read(tier, spaces[0], keys[:1])) == [HIT]
         assert {(e.tenant, e.namespace_id, e.key) for e in tier.scan()} == {
             (s.tenant, s.namespace_id, keys[0]) for s in spaces if s is not spaces[2]
@@ -235,7 +235,7 @@ class TierSuite(TierFaults, TierFixtures):
 
     def test_wrong_use_raises(self, tier: Tier, namespace: TierNamespace, keys: list[BlockKey]) -> None:
         """A wrong size, key or namespace is a mistake of the caller, not a miss."""
-        nbytes, soon = SPEC.block_nbytes, deadline_in(5)
+        nbytes, soon = SPEC.block_nbytes, deadline_in(20)
         small, good = page_aligned(nbytes - 1), page_aligned(nbytes)
         for blocks in ([BlockRead(keys[0], small)], [BlockRead(BlockKey(b"short"), good)]):
             with pytest.raises(ConfigError):
@@ -275,7 +275,7 @@ class TierSuite(TierFaults, TierFixtures):
         tier.close()
         assert set(outcomes(read(tier, namespace, keys))) == {ReadOutcome.FAILED}
         assert set(write_outcomes(write(tier, namespace, keys))) == {WriteOutcome.FAILED}
-        assert tier.contains(namespace, keys, deadline=deadline_in(5)) == [False, False]
+        assert tier.contains(namespace, keys, deadline=deadline_in(20)) == [False, False]
 
     def test_a_persistent_tier_finds_its_blocks_again(self, tmp_path: Path) -> None:
         """All of them, with parents, before the namespace is opened and after; counted in its usage.
@@ -297,7 +297,7 @@ class TierSuite(TierFaults, TierFixtures):
             assert tier.usage().entries == 6
             assert tier.usage().used_nbytes == used
             namespace = opened(tier, SPEC)
-            assert tier.contains(namespace, keys, deadline=deadline_in(5)) == [True] * 6
+            assert tier.contains(namespace, keys, deadline=deadline_in(20)) == [True] * 6
             results = read(tier, namespace, keys)
             assert outcomes(results) == [HIT] * 6
             assert [r.parent for r in results] == [None, *keys[:-1]]

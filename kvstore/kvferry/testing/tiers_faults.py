@@ -63,7 +63,7 @@ class TierFaults(TierFixtures):
         assert first[2] in (CORRUPT, MISS)
         assert first[:2] + first[3:] == [HIT] * 5
         assert outcomes(read(tier, namespace, keys))[2] is MISS
-        assert tier.contains(namespace, keys[2:3], deadline=deadline_in(5)) == [False]
+        assert tier.contains(namespace, keys[2:3], deadline=deadline_in(20)) == [False]
         assert write_outcomes(write(tier, namespace, keys))[2] is STORED
         assert outcomes(read(tier, namespace, keys)) == [HIT] * 6
         usage = tier.usage()
@@ -128,7 +128,7 @@ class TierFaults(TierFixtures):
             results = write(tier, namespace, keys[2:])
             assert set(write_outcomes(results)) <= {WriteOutcome.FAILED, WriteOutcome.REFUSED}
             assert all(r.reason for r in results)
-            assert not any(tier.contains(namespace, keys[2:], deadline=deadline_in(5)))
+            assert not any(tier.contains(namespace, keys[2:], deadline=deadline_in(20)))
             assert outcomes(read(tier, namespace, keys[2:])) == [MISS] * 4
             if kind == "write":  # when full it may have tried to make room
                 assert outcomes(read(tier, namespace, keys[:2])) == [HIT] * 2

@@ -41,7 +41,7 @@ def test_a_probe_that_hangs_or_fails_is_a_finding_and_the_others_stand() -> None
         [("a", "hang", hang), ("a", "fail", fail), ("a", "good", good), ("b", "asked", hang)],
         asked=["b"], timeout_s=0.2,
     )  # fmt: skip
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     never.set()
     assert [(one.name, one.level) for one in found] == [
         ("hang", "warn"), ("fail", "warn"), ("good", "ok"), ("asked", "fail"),

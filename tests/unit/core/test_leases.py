@@ -31,12 +31,12 @@ def loaded(store: MemoryStore, blocks: int = 2) -> SlotReadLease:
     ns = store.namespace(SPEC)
     keys = ns.keys([1] * (blocks * SPEC.block_tokens))
     save_blocks(ns, keys)
-    return ns.load(keys, deadline=deadline_in(1))
+    return ns.load(keys, deadline=deadline_in(20))
 
 
 def reserved(store: MemoryStore, session: Session, blocks: int = 2, number: int = 2) -> SlotWriteLease:
     ns = store.for_session(session).namespace(SPEC)
-    return ns.reserve(ns.keys([number] * (blocks * SPEC.block_tokens)), parent=None, deadline=deadline_in(1))
+    return ns.reserve(ns.keys([number] * (blocks * SPEC.block_tokens)), parent=None, deadline=deadline_in(20))
 
 
 def past(lease: SlotReadLease | SlotWriteLease) -> None:
@@ -85,7 +85,7 @@ def test_of_two_releases_at_once_one_wins(store: MemoryStore) -> None:
     gate = threading.Barrier(8)
 
     def release() -> None:
-        gate.wait(10)
+        gate.wait(60)
         try:
             lease.release()
             outcomes.append("released")
@@ -187,7 +187,7 @@ def test_the_end_of_a_session_ends_its_leases_and_no_others(store: MemoryStore) 
     view = store.for_session(session)
     read = loaded(store)
     ns = view.namespace(SPEC)
-    theirs = ns.load(list(read.keys), deadline=deadline_in(1))
+    theirs = ns.load(list(read.keys), deadline=deadline_in(20))
     write, written = reserved(store, session), reserved(store, session, number=3)
     with written.writing():
         view.close()
@@ -199,7 +199,7 @@ def test_the_end_of_a_session_ends_its_leases_and_no_others(store: MemoryStore) 
             call()
     read.release()
     with pytest.raises(StoreError, match="engine has ended"):
-        ns.load([], deadline=deadline_in(1))
+        ns.load([], deadline=deadline_in(20))
     with pytest.raises(StoreError, match="engine has ended"):
         reserved(store, session)
     assert view.stats().expired_leases == 0

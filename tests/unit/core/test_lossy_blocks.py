@@ -45,7 +45,7 @@ def fill(
     parent: BlockKey | None = None,
     publish: bool = False,
 ) -> int:
-    with namespace.reserve(keys, parent=parent, deadline=deadline_in(5)) as lease:
+    with namespace.reserve(keys, parent=parent, deadline=deadline_in(20)) as lease:
         for index in range(len(lease)):
             lease.view(index)[:] = data
         if lossy:
@@ -59,7 +59,7 @@ def fill(
 
 
 def held(namespace: MemoryNamespace, keys: list[BlockKey]) -> list[bytes]:
-    with namespace.load(keys, deadline=deadline_in(5)) as lease:
+    with namespace.load(keys, deadline=deadline_in(20)) as lease:
         return [bytes(lease.view(index)[:1]) for index in range(len(lease))]
 
 
@@ -72,9 +72,9 @@ def test_readers_find_only_what_they_take(exact: MemoryNamespace, any_loss: Memo
     assert held(exact, keys) == [b"\x01"] * 2
     assert exact.pin(keys, ttl=5) == 3
     assert any_loss.lookup(keys).prefix == any_loss.pin(keys, ttl=5) == 4
-    with any_loss.load(keys, deadline=deadline_in(5)) as lease:
+    with any_loss.load(keys, deadline=deadline_in(20)) as lease:
         assert lease.lossy == {2}
-    with exact.load(keys, deadline=deadline_in(5)) as lease:
+    with exact.load(keys, deadline=deadline_in(20)) as lease:
         assert lease.lossy == frozenset()
     assert exact.remove(keys) == 4  # whoever removes, removes all
     assert any_loss.lookup(keys).prefix == 0
@@ -86,9 +86,9 @@ def test_an_exact_save_takes_the_place_of_a_lossy_block(
 ) -> None:
     keys = chain(exact, 2)
     fill(exact, keys, LOSSY, lossy=True)
-    with any_loss.load(keys, deadline=deadline_in(5)) as reading:
+    with any_loss.load(keys, deadline=deadline_in(20)) as reading:
         if how == "save":
-            assert exact.save([(key, EXACT) for key in keys], parent=None, deadline=deadline_in(5)) == 2
+            assert exact.save([(key, EXACT) for key in keys], parent=None, deadline=deadline_in(20)) == 2
         else:
             assert fill(exact, keys, EXACT, lossy=False, publish=how == "publish") == 2
         assert bytes(reading.view(1)) == LOSSY  # what is being read stays in place
@@ -112,13 +112,13 @@ def test_a_pin_stays_when_an_exact_block_takes_its_place(
 
 def test_a_lossy_block_takes_the_place_of_none(exact: MemoryNamespace, any_loss: MemoryNamespace) -> None:
     keys = chain(exact, 1)
-    with exact.reserve(keys, parent=None, deadline=deadline_in(5)) as late:
+    with exact.reserve(keys, parent=None, deadline=deadline_in(20)) as late:
         late.view(0)[:] = LOSSY
         late.mark_lossy([0])
         fill(exact, keys, EXACT, lossy=False)
         assert late.commit() == 0
     assert held(any_loss, keys) == [b"\x01"]
-    assert len(any_loss.reserve(keys, parent=None, deadline=deadline_in(5))) == 0
+    assert len(any_loss.reserve(keys, parent=None, deadline=deadline_in(20))) == 0
 
 
 @pytest.mark.parametrize("how", ["save", "reserve"])
@@ -128,11 +128,11 @@ def test_what_is_computed_behind_a_lossy_block_is_lossy(
     keys = chain(exact, 4)
     fill(exact, keys[:2], LOSSY, lossy=True)
     if how == "save":
-        any_loss.save([(key, EXACT) for key in keys[2:]], parent=keys[1], deadline=deadline_in(5))
+        any_loss.save([(key, EXACT) for key in keys[2:]], parent=keys[1], deadline=deadline_in(20))
     else:
         fill(any_loss, keys[2:], EXACT, lossy=False, parent=keys[1])
     assert exact.lookup(keys).tiers == (None,) * 4
-    with any_loss.load(keys, deadline=deadline_in(5)) as lease:
+    with any_loss.load(keys, deadline=deadline_in(20)) as lease:
         assert lease.lossy == {0, 1, 2, 3}
 
 
@@ -140,7 +140,7 @@ def test_behind_a_marked_block_of_the_same_lease_all_is_lossy(
     exact: MemoryNamespace, any_loss: MemoryNamespace
 ) -> None:
     keys = chain(exact, 4)
-    with any_loss.reserve(keys, parent=None, deadline=deadline_in(5)) as lease:
+    with any_loss.reserve(keys, parent=None, deadline=deadline_in(20)) as lease:
         lease.mark_lossy([1])
         _, read = lease.publish()
         assert read.lossy == {1, 2, 3}

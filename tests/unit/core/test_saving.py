@@ -27,7 +27,7 @@ def chain(ns: Namespace, number: int, blocks: int) -> list[BlockKey]:
 
 
 def assert_whole(ns: Namespace, keys: Sequence[BlockKey]) -> None:
-    with ns.load(keys, deadline=deadline_in(1)) as lease:
+    with ns.load(keys, deadline=deadline_in(20)) as lease:
         assert [bytes(lease.view(n)) for n in range(len(lease))] == [block_bytes(key, N) for key in keys]
 
 
@@ -102,7 +102,7 @@ def test_nobody_sees_half_a_save(store: MemoryStore, monkeypatch: pytest.MonkeyP
     keys = chain(ns, 1, 4)
     save = PausedSave(ns, keys, monkeypatch)
     assert ns.lookup(keys).tiers == (None,) * 4
-    assert len(ns.load(keys, deadline=deadline_in(1))) == 0
+    assert len(ns.load(keys, deadline=deadline_in(20))) == 0
     assert ns.remove(keys) == 0
     assert ns.clear() == 0
     assert store.stats().pinned_nbytes == 4 * N
@@ -192,7 +192,7 @@ def test_a_running_save_counts_against_the_write_quota(monkeypatch: pytest.Monke
         ns.reserve(chain(ns, 2, 2), parent=None, deadline=deadline_in(0.01))
     other = store.for_session(Session("other")).namespace(SPEC)
     assert save_blocks(other, chain(other, 3, 2)) == 2
-    lease = ns.reserve(chain(ns, 4, 1), parent=None, deadline=deadline_in(1))
+    lease = ns.reserve(chain(ns, 4, 1), parent=None, deadline=deadline_in(20))
     save.end()
     assert save.stored == 4
     lease.abort()
@@ -204,7 +204,7 @@ def test_a_key_that_is_given_twice_is_stored_once(store: MemoryStore) -> None:
     ns = store.namespace(SPEC)
     first, second = chain(ns, 1, 2)
     blocks = [(key, block_bytes(key, N)) for key in (first, second)]
-    assert ns.save([*blocks, (first, bytes(N))], parent=None, deadline=deadline_in(1)) == 2
+    assert ns.save([*blocks, (first, bytes(N))], parent=None, deadline=deadline_in(20)) == 2
     assert_whole(ns, [first, second])
 
 

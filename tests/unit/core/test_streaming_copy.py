@@ -70,19 +70,24 @@ def test_others_run_meanwhile() -> None:
     target = np.zeros(64 << 20, np.uint8)
     source = as_bytes_view(random_bytes(64 << 20))
     done = threading.Event()
+    turns, most = 0, 0
 
     def copy() -> None:
-        for _ in range(4):
+        nonlocal most
+        for _ in range(100):  # until the other thread had a core during one of them
+            before = turns
             stream_into(target, 0, source)
+            most = max(most, turns - before)
+            if most > 3:  # around a call that keeps all to itself there may be one or two
+                break
         done.set()
 
     thread = threading.Thread(target=copy, name="kvferry-test")
     thread.start()
-    turns = 0
     while not done.wait(0.0001):
         turns += 1
     thread.join()
-    assert turns > 3
+    assert most > 3
 
 
 def test_an_older_library_has_no_copy(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:

@@ -47,7 +47,7 @@ def encoded(codec: TierCodec, spec: KVSpec, data: memoryview) -> EncodedBlock:
 
 def decoded(codec: TierCodec, spec: KVSpec, data: memoryview) -> tuple[ReadOutcome, bytes, bool]:
     into = memoryview(bytearray(spec.block_nbytes))
-    found = codec.decode(data, spec, into, deadline=deadline_in(5))
+    found = codec.decode(data, spec, into, deadline=deadline_in(20))
     assert bool(found.reason) == (found.outcome is not ReadOutcome.HIT)
     return found.outcome, bytes(into), found.lossy
 

@@ -54,7 +54,7 @@ def test_the_caller_comes_back_at_its_deadline() -> None:
     start = time.monotonic()
     batch = pool.run(10, lambda _: go_on.wait(30), deadline_in(0.1))
     results, begun = batch.cancel()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert begun == range(2)
     assert results == [None] * 10
     assert not batch.settled.is_set()
@@ -80,4 +80,4 @@ def test_nothing_hangs_after_close() -> None:
     assert pool.close() == []
     start = time.monotonic()
     assert pool.run(5, lambda n: n, deadline_in(30)).cancel()[0] == [None] * 5
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25

@@ -42,8 +42,8 @@ def test_loss_does_not_leave_by_way_of_memory(
     store = TieredStore(4 * SPEC.block_nbytes, [(lossy, LevelOptions(write=WriteThrough()))])
     namespace = store.namespace(SPEC)
     keys = namespace.keys(range(128))
-    namespace.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5))
-    assert store.flush(deadline=deadline_in(5))
+    namespace.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(20))
+    assert store.flush(deadline=deadline_in(20))
     store.close()
 
     first = disk(tmp_path, "lossy", TierCodec("int8", allow_lossy=True))
@@ -52,13 +52,13 @@ def test_loss_does_not_leave_by_way_of_memory(
     store = TieredStore(
         4 * SPEC.block_nbytes, [(second, LevelOptions(write=write())), (first, LevelOptions())]
     )
-    assert len(store.namespace(SPEC).load(keys, deadline=deadline_in(5))) == 0
+    assert len(store.namespace(SPEC).load(keys, deadline=deadline_in(20))) == 0
     namespace = store.namespace(SPEC, takes_lossy=True)
-    with namespace.load(keys, deadline=deadline_in(5)) as lease:
+    with namespace.load(keys, deadline=deadline_in(20)) as lease:
         assert len(lease) == 2
         assert lease.lossy == {0, 1}
         assert bytes(lease.view(0)) != DATA
-    assert store.flush(deadline=deadline_in(5))  # nothing counts as lost
+    assert store.flush(deadline=deadline_in(20))  # nothing counts as lost
     assert [entry.lossy for entry in second.scan()] == [True] * (2 if taken else 0)
     store.close()
 
@@ -69,8 +69,8 @@ def test_the_configuration_names_the_codec(tmp_path: Path) -> None:
     store = open_store(config.store)
     namespace = store.namespace(SPEC)
     keys = namespace.keys(range(128))
-    namespace.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5))
-    assert store.flush(deadline=deadline_in(5))
+    namespace.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(20))
+    assert store.flush(deadline=deadline_in(20))
     figures = store.stats().per_tier["disk"]
     assert figures["codec_encoded_blocks"] == 2
     assert figures["codec_encoded_nbytes"] > 1.3 * figures["codec_stored_nbytes"]
@@ -92,12 +92,12 @@ def test_status_says_what_is_lost(tmp_path: Path) -> None:
 
 def lossy_save(store: TieredStore, keys: list[BlockKey]) -> None:
     """As a lossy codec of a link leaves it."""
-    with store.namespace(SPEC).reserve(keys, parent=None, deadline=deadline_in(5)) as lease:
+    with store.namespace(SPEC).reserve(keys, parent=None, deadline=deadline_in(20)) as lease:
         for index in range(len(keys)):
             lease.view(index)[:] = DATA[::-1]
         lease.mark_lossy(range(len(keys)))
         lease.commit()
-    assert store.flush(deadline=deadline_in(5))
+    assert store.flush(deadline=deadline_in(20))
 
 
 def test_an_exact_save_takes_the_place_of_a_lossy_block_in_every_tier(tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_an_exact_save_takes_the_place_of_a_lossy_block_in_every_tier(tmp_path: 
     store.evict(4 * SPEC.block_nbytes)
     assert any_loss.lookup(keys).tiers == ("both", "both")
     assert exact.lookup(keys).tiers == (None, None)
-    assert len(exact.load(keys, deadline=deadline_in(5))) == 0
-    assert exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5)) == 2
-    assert store.flush(deadline=deadline_in(5))
+    assert len(exact.load(keys, deadline=deadline_in(20))) == 0
+    assert exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(20)) == 2
+    assert store.flush(deadline=deadline_in(20))
     assert [entry.lossy for entry in tier.scan()] == [False, False]
     store.evict(4 * SPEC.block_nbytes)
     for namespace in (exact, any_loss):
-        with namespace.load(keys, deadline=deadline_in(5)) as lease:
+        with namespace.load(keys, deadline=deadline_in(20)) as lease:
             assert [bytes(lease.view(index)) for index in range(len(lease))] == [DATA, DATA]
             assert lease.lossy == frozenset()
     store.close()
@@ -127,23 +127,23 @@ def test_an_exact_block_below_is_found_behind_a_lossy_one_in_memory(tmp_path: Pa
     """And takes its place there, for readers of both kinds."""
     first = TieredStore(4 * SPEC.block_nbytes, [disk(tmp_path, "below", TierCodec("ebp", allow_lossy=True))])
     keys = first.namespace(SPEC).keys(range(128))
-    first.namespace(SPEC).save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5))
-    assert first.flush(deadline=deadline_in(5))
+    first.namespace(SPEC).save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(20))
+    assert first.flush(deadline=deadline_in(20))
     first.close()
 
     tier = disk(tmp_path, "below", TierCodec("ebp", allow_lossy=True))
     store = TieredStore(4 * SPEC.block_nbytes, [tier])
     exact, any_loss = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
     with store._lock:  # as if a stream had brought them while the tier was away
-        missing, slots, _ = store._take_slots(exact, dict.fromkeys(keys), NOTHING_BELOW, deadline_in(5))
+        missing, slots, _ = store._take_slots(exact, dict.fromkeys(keys), NOTHING_BELOW, deadline_in(20))
         store._pool.publish_all(
             exact.namespace_id, exact.slot_nbytes, missing, missing.values(), slots, [0, 1]
         )
     assert any_loss.lookup(keys).tiers == ("dram", "dram")
     assert exact.lookup(keys).tiers == ("below", "below")
-    with exact.load(keys, deadline=deadline_in(5)) as lease:
+    with exact.load(keys, deadline=deadline_in(20)) as lease:
         assert [bytes(lease.view(index)) for index in range(len(lease))] == [DATA, DATA]
-    with any_loss.load(keys, deadline=deadline_in(5)) as lease:
+    with any_loss.load(keys, deadline=deadline_in(20)) as lease:
         assert lease.lossy == frozenset()
         assert bytes(lease.view(1)) == DATA
     assert store.stats().entries == 2
@@ -154,16 +154,16 @@ def test_a_lossless_reader_gets_nothing_of_a_lossy_tier_and_leaves_it_there(tmp_
     store = TieredStore(4 * SPEC.block_nbytes, [disk(tmp_path, "lossy", TierCodec("int8", allow_lossy=True))])
     exact, any_loss = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
     keys = exact.keys(range(128))
-    exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5))
-    assert store.flush(deadline=deadline_in(5))
-    with exact.load(keys, deadline=deadline_in(5)) as lease:
+    exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(20))
+    assert store.flush(deadline=deadline_in(20))
+    with exact.load(keys, deadline=deadline_in(20)) as lease:
         assert bytes(lease.view(1)) == DATA  # memory has what was saved
     store.evict(4 * SPEC.block_nbytes)
     for _ in range(2):
-        assert len(exact.load(keys, deadline=deadline_in(5))) == 0
+        assert len(exact.load(keys, deadline=deadline_in(20))) == 0
         exact.prefetch(keys)
-    assert len(any_loss.load(keys, deadline=deadline_in(5))) == 2
-    assert len(exact.load(keys, deadline=deadline_in(5))) == 0  # it is in memory now
+    assert len(any_loss.load(keys, deadline=deadline_in(20))) == 2
+    assert len(exact.load(keys, deadline=deadline_in(20))) == 0  # it is in memory now
     store.close()
 
 
@@ -180,12 +180,12 @@ def test_the_store_does_not_rely_on_its_tiers(tmp_path: Path) -> None:
     store = TieredStore(4 * SPEC.block_nbytes, [tier])
     exact, any_loss = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
     keys = exact.keys(range(128))
-    exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(5))
-    assert store.flush(deadline=deadline_in(5))
+    exact.save([(key, DATA) for key in keys], parent=None, deadline=deadline_in(20))
+    assert store.flush(deadline=deadline_in(20))
     store.evict(4 * SPEC.block_nbytes)
-    assert len(exact.load(keys, deadline=deadline_in(5))) == 0
+    assert len(exact.load(keys, deadline=deadline_in(20))) == 0
     assert (store.stats().entries, store.stats().pinned_nbytes) == (0, 0)
-    assert len(any_loss.load(keys, deadline=deadline_in(5))) == 2
+    assert len(any_loss.load(keys, deadline=deadline_in(20))) == 2
     store.close()
 
 
@@ -208,7 +208,7 @@ class Gated(DiskTier):
 
 
 def save_lossy(namespace: Namespace, key: BlockKey, parent: BlockKey | None) -> None:
-    with namespace.reserve([key], parent=parent, deadline=deadline_in(5)) as lease:
+    with namespace.reserve([key], parent=parent, deadline=deadline_in(20)) as lease:
         lease.view(0)[:] = bytes(SPEC.block_nbytes)
         lease.mark_lossy([0])
         lease.commit()
@@ -221,16 +221,16 @@ def test_an_exact_block_that_follows_a_lossy_one_closely_takes_its_place(tmp_pat
     store = TieredStore(8 * SPEC.block_nbytes, [(tier, LevelOptions(write=WriteBack()))])
     exact, lossy = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
     first, key = exact.keys(range(128))
-    exact.save([(first, DATA)], parent=None, deadline=deadline_in(5))
+    exact.save([(first, DATA)], parent=None, deadline=deadline_in(20))
     assert tier.waits.wait(20)
     save_lossy(lossy, key, first)
-    assert exact.save([(key, DATA)], parent=first, deadline=deadline_in(5)) == 1
+    assert exact.save([(key, DATA)], parent=first, deadline=deadline_in(20)) == 1
     tier.gate.set()
     assert store.flush(deadline=deadline_in(20))
     assert tier.begun == [first, key], "the one whose place was taken is not written at all"
     store.evict(8 * SPEC.block_nbytes)
     assert exact.lookup([first, key]).tiers == ("disk", "disk")
-    with exact.load([first, key], deadline=deadline_in(5)) as found:
+    with exact.load([first, key], deadline=deadline_in(20)) as found:
         assert bytes(found.view(1)) == DATA
     store.close()
 
@@ -245,11 +245,11 @@ def test_a_lossy_block_whose_place_was_taken_does_not_outlive_its_removal(
     exact, lossy = store.namespace(SPEC), store.namespace(SPEC, takes_lossy=True)
     first, key = exact.keys(range(128))
     if not writing:
-        exact.save([(first, DATA)], parent=None, deadline=deadline_in(5))
+        exact.save([(first, DATA)], parent=None, deadline=deadline_in(20))
         assert tier.waits.wait(20)
     save_lossy(lossy, key, first)
     assert tier.waits.wait(20)
-    assert exact.save([(key, DATA)], parent=first, deadline=deadline_in(5)) == 1
+    assert exact.save([(key, DATA)], parent=first, deadline=deadline_in(20)) == 1
     _ = exact.clear() if all_of_them else exact.remove([key])
     tier.gate.set()
     assert store.flush(deadline=deadline_in(20))

@@ -27,7 +27,7 @@ def in_tier(store: TieredStore, ns: Namespace, keys: list[BlockKey], name: str =
     """Whether the tier itself holds each key, also what the store would not show."""
     level = next(level for level in store.levels if level.name == name)
     space = store._namespace(store.session, ns.spec, ns.scope)
-    return level.tier.contains(store._space(space), keys, deadline=deadline_in(1))
+    return level.tier.contains(store._space(space), keys, deadline=deadline_in(20))
 
 
 def test_c049_a_failing_write_leaves_the_other_tiers_going(

@@ -33,15 +33,22 @@ MakeStore = Callable[..., TieredStore]
 def interrupted(error: BaseException, when: threading.Event) -> Iterator[None]:
     """A signal handler raises ``error`` in this thread, once, after ``when``."""
 
+    raised, over = threading.Event(), threading.Event()
+
     def handler(_number: int, _frame: FrameType | None) -> None:
-        raise error
+        if not raised.is_set():
+            raised.set()
+            raise error
 
     main = threading.main_thread().ident
     assert main is not None
 
     def interrupt() -> None:
-        if when.wait(30):
+        when.wait(60)
+        # again: one that comes right before the thread waits for a lock does not end that wait
+        while not (raised.is_set() or over.is_set()):
             signal.pthread_kill(main, signal.SIGUSR1)
+            raised.wait(0.05)
 
     before = signal.signal(signal.SIGUSR1, handler)
     thread = threading.Thread(target=interrupt, name="kvferry-test")
@@ -49,6 +56,7 @@ def interrupted(error: BaseException, when: threading.Event) -> Iterator[None]:
     try:
         yield
     finally:
+        over.set()
         when.set()
         thread.join(30)
         signal.signal(signal.SIGUSR1, before)
@@ -366,7 +374,7 @@ def test_removed_twice_during_a_late_write_is_removed(
     store.flush(deadline=deadline_in(20))
     assert ns.lookup(keys).tiers == (None,)
     space = store._space(store._namespace(store.session, ns.spec, ns.scope))
-    assert disk.contains(space, keys, deadline=deadline_in(1)) == [False]
+    assert disk.contains(space, keys, deadline=deadline_in(20)) == [False]
     assert loaded(ns, keys) == 0
 
 
@@ -416,7 +424,7 @@ def test_close_over_a_device_that_hangs_is_bounded(make_store: MakeStore, tmp_pa
         assert begun.wait(30)
         started = deadline_in(0)
         store.close()
-        assert deadline_in(0) - started < 4, "the read and the write have half a minute"
+        assert deadline_in(0) - started < 20, "the read and the write have half a minute"
 
 
 class SlowToRemove(FakeTier):
@@ -442,7 +450,7 @@ def test_a_removal_has_one_bound_and_goes_on_in_the_background(everything: bool)
     near.gate.clear()
     started = deadline_in(0)
     _ = ns.clear() if everything else ns.remove(keys)
-    assert deadline_in(0) - started < 5
+    assert deadline_in(0) - started < 25
     assert ns.lookup(keys).tiers == (None,) * 4
     near.gate.set()
     store.flush(deadline=deadline_in(20))

@@ -92,8 +92,8 @@ def test_c009_parts_that_are_gone_in_one_group_shorten_all(make_store: MakeStore
     assert restorable(seen)[-1] == 40
     sidecar.remove([side_keys[6]])
     with (
-        kv.load(kv_keys, deadline=deadline_in(5)) as a,
-        sidecar.load(side_keys, deadline=deadline_in(5)) as b,
+        kv.load(kv_keys, deadline=deadline_in(20)) as a,
+        sidecar.load(side_keys, deadline=deadline_in(20)) as b,
     ):
         assert (len(a), len(b)) == (10, 6)
         held = {kv.spec: Hit(("x",) * len(a)), sidecar.spec: Hit(("x",) * len(b))}
@@ -121,7 +121,7 @@ def test_both_tiers_are_read_side_by_side(make_store: MakeStore) -> None:
     ns = store.namespace(SPEC)
     keys = below(store, near)
     for key in keys[4:]:
-        near.remove(store._space(ns), [key], deadline=deadline_in(1))
+        near.remove(store._space(ns), [key], deadline=deadline_in(20))
     assert ns.lookup(keys).tiers == ("near",) * 4 + ("far",) * 4
     far.gate.clear()
     near.fault = lambda _verb, _key: far.gate.set()  # far waits for near's first block
@@ -137,7 +137,7 @@ def test_promotion_decides_what_stays(make_store: MakeStore) -> None:
         assert loaded(ns, keys) == 4
         assert ns.lookup(keys).tiers == ("fake",) * 4
         assert never.stats().used_nbytes == 0
-    lease = ns.load(keys, deadline=deadline_in(5))
+    lease = ns.load(keys, deadline=deadline_in(20))
     assert never.stats().pinned_nbytes == never.stats().used_nbytes == 4 * N
     lease.release()
     second = FakeTier("second")
@@ -172,12 +172,12 @@ def test_c046_a_load_without_room_ends_in_time_and_does_not_spin(make_store: Mak
     store = make_store(1, tier)
     ns = store.namespace(SPEC)
     keys = below(store, tier, 1, 1) + below(store, tier, 2, 1)
-    lease = ns.load(keys[:1], deadline=deadline_in(5))
+    lease = ns.load(keys[:1], deadline=deadline_in(20))
     assert len(lease) == 1
     started, cpu = time.monotonic(), time.process_time()
-    assert loaded(ns, keys[1:], seconds=0.5) == 0
-    assert 0.4 < time.monotonic() - started < 5
-    assert time.process_time() - cpu < 0.25
+    assert loaded(ns, keys[1:], seconds=1.0) == 0
+    assert 0.9 < time.monotonic() - started < 30
+    assert time.process_time() - cpu < 0.5
     lease.release()
     assert loaded(ns, keys[1:]) == 1
 
@@ -187,7 +187,7 @@ def test_a_load_waits_for_room(make_store: MakeStore) -> None:
     store = make_store(2, tier)
     ns = store.namespace(SPEC)
     first, second = below(store, tier, 1, 2), below(store, tier, 2, 2)
-    lease = ns.load(first, deadline=deadline_in(5))
+    lease = ns.load(first, deadline=deadline_in(20))
     got: list[int] = []
     thread = threading.Thread(target=lambda: got.append(loaded(ns, second, 60)), name="kvferry-test")
     thread.start()
@@ -311,7 +311,7 @@ def test_c040_leases_of_two_stores_are_all_given_back(make_store: MakeStore) -> 
     keys = chain(spaces[0], 1, 8)
     for ns, blocks in zip(spaces, (5, 3), strict=True):
         save_blocks(ns, keys[:blocks])
-    leases = [ns.load(keys, deadline=deadline_in(5)) for ns in spaces]
+    leases = [ns.load(keys, deadline=deadline_in(20)) for ns in spaces]
     assert min(map(len, leases)) == 3
     for lease in leases:
         for index in range(3):

@@ -30,7 +30,7 @@ def in_tier(store: TieredStore, ns: Namespace, keys: list[BlockKey], name: str =
     """Whether the tier itself holds each key, also what the store would not show."""
     level = next(level for level in store.levels if level.name == name)
     space = store._namespace(store.session, ns.spec, ns.scope)
-    return level.tier.contains(store._space(space), keys, deadline=deadline_in(1))
+    return level.tier.contains(store._space(space), keys, deadline=deadline_in(20))
 
 
 @pytest.mark.parametrize("policy", [WriteThrough, WriteBack])
@@ -73,16 +73,13 @@ def test_c037_a_slot_is_not_handed_out_before_its_copy_is_made(make_store: MakeS
     tier.on_write = lambda _key: time.sleep(0.01)  # a slow device; the bytes are read after it
     store = make_store(4, (tier, LevelOptions(write=OnEvict())))
     ns = store.namespace(SPEC)
-    stop = time.monotonic() + 1.5
     saved: list[list[BlockKey]] = [[], [], []]
 
     def press(number: int) -> None:
-        count = 0
-        while time.monotonic() < stop:
+        for count in range(20):
             keys = chain(ns, 1000 * number + count, 2)
-            save_blocks(ns, keys, seconds=30)
+            save_blocks(ns, keys, seconds=60)
             saved[number].extend(keys)
-            count += 1
 
     threads = [threading.Thread(target=press, args=(n,), name="kvferry-test") for n in range(3)]
     for thread in threads:
@@ -91,7 +88,7 @@ def test_c037_a_slot_is_not_handed_out_before_its_copy_is_made(make_store: MakeS
         thread.join(60)
     assert settle(store)
     keys = [key for mine in saved for key in mine]
-    assert len(keys) > 50
+    assert len(keys) == 120
     for key in keys:
         assert loaded(ns, [key]) == 1
 
@@ -120,7 +117,7 @@ def test_a_full_queue_makes_write_through_wait_and_then_drop(make_store: MakeSto
     save_blocks(ns, chain(ns, 1, 2))
     started = time.monotonic()
     assert save_blocks(ns, chain(ns, 2, 3), seconds=0.2) == 3
-    assert 0.15 < time.monotonic() - started < 5
+    assert 0.15 < time.monotonic() - started < 30
     per_tier = store.stats().per_tier["fake"]
     assert (per_tier["write_dropped"], per_tier["write_dropped_nbytes"]) == (3, 3 * N)
     assert per_tier["queued_nbytes"] <= 2 * N
@@ -145,7 +142,7 @@ def test_a_full_queue_makes_write_back_drop_at_once(make_store: MakeStore) -> No
     tier.gate.clear()
     started = time.monotonic()
     save_blocks(ns, chain(ns, 1, 6), seconds=60)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert store.stats().per_tier["fake"]["write_dropped"] == 4
     assert loaded(ns, chain(ns, 1, 6)) == 6
     tier.gate.set()
@@ -309,7 +306,7 @@ def test_c041_holds_never_go_below_zero(make_store: MakeStore) -> None:
     for number in range(250):
         keys = chain(ns, number % 17, 2)
         save_blocks(ns, keys)
-        with ns.load(keys, deadline=deadline_in(5)) as lease:
+        with ns.load(keys, deadline=deadline_in(20)) as lease:
             assert len(lease) == 2
         for _ in range(2):
             with pytest.raises(LeaseExpiredError):
@@ -378,7 +375,7 @@ def test_watermarks_make_room_in_the_background(make_store: MakeStore) -> None:
     wait_until(lambda: store.stats().used_nbytes <= 3 * N)
     for number in range(4):
         assert loaded(ns, chain(ns, number, 2)) == 2
-    held = ns.load(chain(ns, 3, 2), deadline=deadline_in(1))
+    held = ns.load(chain(ns, 3, 2), deadline=deadline_in(20))
     held.check()
     held.release()
 
@@ -404,7 +401,7 @@ def test_close_is_bounded_and_says_what_is_left(
     save_blocks(ns, chain(ns, 1, 2))
     started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert str(2 * N) in caplog.text
     before = {t.name for t in threading.enumerate()}
     assert not any(name.startswith(("kvferry-write", "kvferry-room")) for name in before)
@@ -417,7 +414,7 @@ def test_close_wakes_who_waits(make_store: MakeStore) -> None:
     tier = FakeTier()
     store = make_store(2, (tier, LevelOptions(queue_nbytes=N)), close_s=0.1)
     ns = store.namespace(SPEC)
-    held = ns.reserve(chain(ns, 1, 2), parent=None, deadline=deadline_in(5))
+    held = ns.reserve(chain(ns, 1, 2), parent=None, deadline=deadline_in(20))
     caught: list[Exception] = []
 
     def wait() -> None:
@@ -441,7 +438,7 @@ def test_sessions_share_blocks_of_all_tiers(make_store: MakeStore) -> None:
     save_blocks(view.namespace(SPEC), chain(view.namespace(SPEC), 1, 4))
     settle(store)
     save_blocks(store.namespace(SPEC), chain(store.namespace(SPEC), 2, 4))
-    lease = view.namespace(SPEC).load(chain(store.namespace(SPEC), 1, 4), deadline=deadline_in(5))
+    lease = view.namespace(SPEC).load(chain(store.namespace(SPEC), 1, 4), deadline=deadline_in(20))
     assert lease.view(3) == block_bytes(lease.keys[3], N)
     view.close()
     with pytest.raises(LeaseExpiredError):

@@ -113,7 +113,7 @@ def test_tiers_are_closed_if_another_is_none() -> None:
     into = memoryview(bytearray(space.spec.block_nbytes))
     for tier in tiers:
         tier.open(space)
-        (read,) = tier.read_into(space, [BlockRead(key, into)], deadline=deadline_in(1))
+        (read,) = tier.read_into(space, [BlockRead(key, into)], deadline=deadline_in(20))
         assert read.outcome is ReadOutcome.FAILED
 
 
@@ -133,10 +133,10 @@ def test_values_of_blocks_are_refused_by_their_key() -> None:
         (key,) = namespace.keys(range(small_spec().block_tokens))
         for value in _foreign(small_spec().block_nbytes):
             with pytest.raises(ConfigError, match=f"block {key[:8].hex()}.* contiguous"):
-                namespace.save([(key, cast("Any", value))], parent=None, deadline=deadline_in(1))
+                namespace.save([(key, cast("Any", value))], parent=None, deadline=deadline_in(20))
         for blocks in (None, 7, [key], [(key,)], [7]):
             with pytest.raises(ConfigError, match="pair"):
-                namespace.save(cast("Any", blocks), parent=None, deadline=deadline_in(1))
+                namespace.save(cast("Any", blocks), parent=None, deadline=deadline_in(20))
         assert store.stats().used_nbytes == 0
 
 

@@ -200,7 +200,7 @@ def test_what_was_not_begun_by_the_deadline_is_not_written(make_tier: MakeTier, 
     namespace = opened(tier, SPEC)
     keys = chain(namespace, 1, 8)
     with files.stalling("create"):
-        results = write(tier, namespace, keys, seconds=0.2)
+        results = write(tier, namespace, keys, seconds=1.0)
         assert write_outcomes(results) == [WriteOutcome.FAILED] * 8
         assert all(r.in_flight is not None and not r.in_flight.is_set() for r in results)
     assert all(r.in_flight is not None and r.in_flight.wait(20) for r in results)

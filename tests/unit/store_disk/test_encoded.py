@@ -118,7 +118,7 @@ def test_the_room_is_that_of_what_is_written(make_tier: MakeTier, folder: Path) 
     assert plain.usage().used_nbytes - encoded.usage().used_nbytes == saved
     namespace = TierNamespace.of("default", PLAIN)
     before = encoded.usage().used_nbytes
-    encoded.remove(namespace, keys_of(PLAIN), deadline=deadline_in(5))
+    encoded.remove(namespace, keys_of(PLAIN), deadline=deadline_in(20))
     assert encoded.usage().used_nbytes <= before - sum(p.stat().st_size for p in files(folder))
 
 
@@ -132,7 +132,7 @@ def test_more_blocks_fit_into_the_same_room(make_tier: MakeTier, folder: Path) -
         for number in range(60):
             key = BlockKey(number.to_bytes(2, "big") * 16)
             block = BlockWrite(key, data_of(PLAIN, number), None, 0)
-            (result,) = tier.write(namespace, [block], deadline=deadline_in(5))
+            (result,) = tier.write(namespace, [block], deadline=deadline_in(20))
             assert result.outcome is WriteOutcome.STORED
             assert tier.usage().used_nbytes <= 512 << 10
         counts.append(tier.usage().entries)
@@ -247,7 +247,7 @@ def test_damage_is_quarantined_and_never_served(make_tier: MakeTier, folder: Pat
     assert outcomes(read(tier, spec)[0]) == [HIT] * BLOCKS
     seen = set()
     for mutated in mutations(whole, 60):
-        tier.remove(TierNamespace.of("default", spec), keys_of(spec)[1:2], deadline=deadline_in(5))
+        tier.remove(TierNamespace.of("default", spec), keys_of(spec)[1:2], deadline=deadline_in(20))
         write(tier, spec)
         path.write_bytes(mutated)
         results, found = read(tier, spec)

@@ -170,7 +170,7 @@ def test_a_block_whose_eviction_fails_while_all_is_cleared_does_not_come_back(
     wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
     save_blocks(ns, keys[:1])
     assert store.flush(deadline=deadline_in(30))
-    assert tier.contains(opened(tier, SPEC), keys[:1], deadline=deadline_in(1)) == [True]
+    assert tier.contains(opened(tier, SPEC), keys[:1], deadline=deadline_in(20)) == [True]
     store.close()
 
 
