@@ -79,7 +79,7 @@ def _types(field: FieldInfo) -> tuple[Any, ...]:
 
 def _value(field: FieldInfo, value: object) -> object:
     types = _types(field)
-    if type(None) in types and (value is None or (isinstance(value, str) and value.lower() in ("", "none"))):
+    if type(None) in types and _is_none(value):
         return None
     if isinstance(value, bool) and bool not in types:
         raise ConfigError(f"takes no {str(value).lower()}")
@@ -92,10 +92,19 @@ def _value(field: FieldInfo, value: object) -> object:
     url = _marker(field, Url)
     if any(get_origin(t) is tuple for t in types):
         items = _items(value)
+        if type(None) in types and any(_is_none(item) for item in items):
+            raise ConfigError("has `none` beside other values")
         return tuple(_address(url, item) for item in items) if url is not None else items
     if any(get_origin(t) is Literal for t in types) and isinstance(value, str):
         return value.lower()
     return value if url is None else _address(url, value)
+
+
+def _is_none(value: object) -> bool:
+    """Whether it says none: by itself, or as all that is in a list."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return _is_none(value[0])
+    return value is None or (isinstance(value, str) and value.lower() in ("", "none"))
 
 
 def _items(value: object) -> tuple[object, ...]:

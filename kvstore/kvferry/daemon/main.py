@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -45,6 +46,8 @@ def run_daemon(config: Config) -> None:
         reload = ReloadSignal(heard=daemon.tenants.guarded or "NOTIFY_SOCKET" in os.environ)
         if daemon.tenants.guarded:
             hide_memory()
+        gc.freeze()  # what there is by now stays to the end: it need not be looked through again
+        gc.enable()  # off since the command began
         stats = [store.stats() for store in daemon.stores.values()]
         print_ready(
             "daemon",
