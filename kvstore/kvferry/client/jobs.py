@@ -143,11 +143,10 @@ class Job:
     def _finish(self) -> None:
         """Called once, by who claimed it, with nothing under way."""
         self._give_up_lease()
-        with self._cond:
+        with self._cond:  # who waits for the end, or for there being no jobs, finds its completion
             self._pieces.clear()
             self._over = True
-            self._cond.notify_all()
-        self._mover.ended(self)
+            self._mover.ended(self)
 
     def _give_up_lease(self) -> None:
         raise NotImplementedError

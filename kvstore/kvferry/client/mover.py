@@ -142,11 +142,11 @@ class BlockMover:
         failed = job.failed_blocks()
         seconds = time.monotonic() - job.began
         with self.cond:
+            self._completions.append(Completion(job.name, job.kind, not failed, job.nbytes, seconds, failed))
             self._loads.pop(job, None)
             self._saves.pop(job, None)
             self._woken = True  # it may have been the last that a closed mover waits for
             self.cond.notify_all()
-        self._completions.append(Completion(job.name, job.kind, not failed, job.nbytes, seconds, failed))
 
     def ask(self, question: Callable[[], None]) -> None:
         """Have something asked of the store by the thread that may wait for it."""

@@ -42,7 +42,7 @@ __all__ = ["ClientNamespace"]
 T = TypeVar("T")
 
 _AWAY: Final = (TransportError, UnavailableError, OverloadedError)
-_MARGIN_S: Final = 0.05
+_MARGIN_S: Final = (0.05, 1.0)
 _ONE_FRAME_NBYTES: Final = 4 << 20  # less is sent without asking first what is stored already
 _ONE_STAGED_NBYTES: Final = 1 << 20  # the same where more can be staged instead, which is twice as fast
 
@@ -430,9 +430,10 @@ class ClientNamespace:
 
 
 def _left(limit: float) -> float:
-    """What the daemon may take, so that its answer is here in time."""
+    """What the daemon may take, so that its answer is here in time: also on a machine that is busy."""
     left = limit - time.monotonic()
-    return max(0.0, left - min(_MARGIN_S, left / 2))
+    least, most = _MARGIN_S
+    return max(0.0, left - min(most, max(least, left / 10), left / 2))
 
 
 def _require_parent(parent: BlockKey | None) -> None:

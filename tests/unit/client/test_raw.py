@@ -139,9 +139,9 @@ def test_segments_that_cannot_be_meant(segments: list[Segments], what: str) -> N
     batches = RawBlocks(MemoryStore(1 << 20).namespace(SPEC))
     keys = batches.namespace.keys(range(TOKENS))
     with pytest.raises(ConfigError, match=what):
-        batches.get_batch(keys, segments, deadline=deadline_in(5))
+        batches.get_batch(keys, segments, deadline=deadline_in(20))
     with pytest.raises(ConfigError, match=what):
-        batches.put_batch(keys, segments, parent=None, deadline=deadline_in(5))
+        batches.put_batch(keys, segments, parent=None, deadline=deadline_in(20))
 
 
 def test_what_failed_or_is_not_known_does_not_count_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +161,13 @@ def test_what_failed_or_is_not_known_does_not_count_as_stored(monkeypatch: pytes
 
     monkeypatch.setattr(raw, "_commit", commit)
     segments = filled(keys).segments(range(6))
-    stored = batches.put_batch(keys, segments, parent=None, deadline=deadline_in(5))
+    stored = batches.put_batch(keys, segments, parent=None, deadline=deadline_in(20))
     assert stored == [True, True, False, False, False, False]
     assert commits == [2, 2]
     assert batches.exists_prefix(keys) == 2
     assert store.stats().leases == 0
-    assert batches.put_batch(keys, segments, parent=None, deadline=deadline_in(5)) == [True] * 6
-    lease = store.namespace(SPEC).load(keys, deadline=deadline_in(5))  # none of these can be evicted
+    assert batches.put_batch(keys, segments, parent=None, deadline=deadline_in(20)) == [True] * 6
+    lease = store.namespace(SPEC).load(keys, deadline=deadline_in(20))  # none of these can be evicted
     more = batches.namespace.keys(range(500, 500 + 64 * TOKENS))
     stored = batches.put_batch(more, [segments[0]] * 64, parent=None, deadline=deadline_in(0))
     assert stored == [tier is not None for tier in batches.namespace.lookup(more).tiers]

@@ -140,7 +140,7 @@ def test_a_client_without_memory_to_stage_in_says_so(monkeypatch: pytest.MonkeyP
 def frames_with_payload(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the payloads that the client sends with commits from now on."""
     sent: list[int] = []
-    with client.link.line(deadline_in(5)) as line:
+    with client.link.line(deadline_in(20)) as line:
         kind = type(line.channel)
     call = kind.call
 
@@ -160,7 +160,7 @@ def test_saves_go_through_staging_memory(start: Start, monkeypatch: pytest.Monke
         ns = client.namespace(LARGE)
         keys = ns.keys(range(6 * LARGE.block_tokens))
         assert save_blocks(ns, keys[:3]) == 3
-        lease = ns.reserve(keys[3:], parent=keys[2], deadline=deadline_in(5))
+        lease = ns.reserve(keys[3:], parent=keys[2], deadline=deadline_in(20))
         for index in range(3):
             lease.view(index)[:] = block_bytes(keys[3 + index], LARGE.block_nbytes)
         stored, held = lease.publish()
@@ -168,7 +168,7 @@ def test_saves_go_through_staging_memory(start: Start, monkeypatch: pytest.Monke
             assert bytes(held.view(2)) == block_bytes(keys[5], LARGE.block_nbytes)
         assert stored == 3
         assert sent == [0, 0], "no byte of a block crosses the socket"
-        with ns.load(keys, deadline=deadline_in(5)) as found:
+        with ns.load(keys, deadline=deadline_in(20)) as found:
             assert [bytes(found.view(index)) for index in range(6)] == [
                 block_bytes(key, LARGE.block_nbytes) for key in keys
             ]
@@ -184,14 +184,14 @@ def test_a_block_does_not_change_with_the_memory_it_was_staged_in(start: Start) 
     with Client(daemon.addresses[0]) as client:
         ns = client.namespace(SPEC)
         keys = ns.keys(range(2 * SPEC.block_tokens))
-        lease = ns.reserve(keys, parent=None, deadline=deadline_in(5))
+        lease = ns.reserve(keys, parent=None, deadline=deadline_in(20))
         views = [lease.view(index) for index in range(2)]
         for key, view in zip(keys, views, strict=True):
             view[:] = block_bytes(key, SPEC.block_nbytes)
         assert lease.commit() == 2
         for view in views:
             view[:] = bytes(len(view))
-        with ns.load(keys, deadline=deadline_in(5)) as found:
+        with ns.load(keys, deadline=deadline_in(20)) as found:
             assert bytes(found.view(1)) == block_bytes(keys[1], SPEC.block_nbytes)
 
 
@@ -205,7 +205,7 @@ def test_what_finds_no_room_there_is_sent(start: Start, monkeypatch: pytest.Monk
         assert save_blocks(ns, keys[:5]) == 5
         assert save_blocks(ns, keys[5:], parent=keys[4]) == 3
         assert sent == [5 * LARGE.block_nbytes, 0]
-        with ns.load(keys, deadline=deadline_in(5)) as found:
+        with ns.load(keys, deadline=deadline_in(20)) as found:
             assert [bytes(found.view(index)) for index in range(8)] == [
                 block_bytes(key, LARGE.block_nbytes) for key in keys
             ]
@@ -217,8 +217,11 @@ def test_nothing_is_staged_where_slots_are_written_or_memory_is_not_shared(start
         ns = client.namespace(LARGE)
         save_blocks(ns, ns.keys(range(3 * LARGE.block_tokens)))
         assert client.link.staging.memory is None
-        with client.link.line(deadline_in(5)) as line, pytest.raises(KVFerryError, match="who may not write"):
-            line.call(d.OfferStaging(nbytes=PAGE), d.Done, deadline_in(5))
+        with (
+            client.link.line(deadline_in(20)) as line,
+            pytest.raises(KVFerryError, match="who may not write"),
+        ):
+            line.call(d.OfferStaging(nbytes=PAGE), d.Done, deadline_in(20))
     daemon.close()
     daemon = start("daemon.arena=copy", "store.dram_capacity=8MiB")
     with Client(daemon.addresses[0], ClientOptions(share_memory=False)) as client:
@@ -228,9 +231,9 @@ def test_nothing_is_staged_where_slots_are_written_or_memory_is_not_shared(start
 
 
 def offer(line: Line, fd: int, nbytes: int) -> None:
-    line.call(d.OfferStaging(nbytes=nbytes), d.Done, deadline_in(5))
-    line.channel.send_descriptors([fd], deadline_in(5))
-    line.channel.expect(d.Done, deadline_in(5))
+    line.call(d.OfferStaging(nbytes=nbytes), d.Done, deadline_in(20))
+    line.channel.send_descriptors([fd], deadline_in(20))
+    line.channel.expect(d.Done, deadline_in(20))
 
 
 @pytest.mark.parametrize("offsets", [(), (0,), (0, 2 * PAGE, 4 * PAGE), (0, 3 * PAGE), (1 << 63, 0)])
@@ -240,13 +243,13 @@ def test_a_commit_of_what_is_not_there_stores_nothing(start: Start, offsets: tup
     with Client(daemon.addresses[0]) as client:
         ns = client.namespace(SPEC)
         keys = ns.keys(range(2 * SPEC.block_tokens))
-        lease = ns.reserve(keys, parent=None, deadline=deadline_in(5))
+        lease = ns.reserve(keys, parent=None, deadline=deadline_in(20))
         staged = b"".join(offset.to_bytes(8, "little") for offset in offsets)
-        wrong = d.CommitBlocks(lease=lease.number, timeout_s=5, staged=staged)
-        with client.link.line(deadline_in(5)) as line:
+        wrong = d.CommitBlocks(lease=lease.number, timeout_s=20, staged=staged)
+        with client.link.line(deadline_in(20)) as line:
             offer(line, memory.fd, memory.nbytes)
             with pytest.raises(ProtocolError, match="staging memory"):
-                line.call(wrong, d.Stored, deadline_in(5))
+                line.call(wrong, d.Stored, deadline_in(20))
         assert ns.lookup(keys).prefix == 0
 
 
@@ -254,7 +257,7 @@ def test_memory_that_is_not_safe_ends_the_connection_and_nothing_else(start: Sta
     daemon = start("daemon.arena=copy")
     fd = sealed(PAGE)
     with Client(daemon.addresses[0]) as client, Client(daemon.addresses[0]) as other:
-        with client.link.line(deadline_in(5)) as line, pytest.raises((ConnectionClosedError, ProtocolError)):
+        with client.link.line(deadline_in(20)) as line, pytest.raises((ConnectionClosedError, ProtocolError)):
             offer(line, fd, PAGE)
         assert save_blocks(other.namespace(SPEC), other.namespace(SPEC).keys(range(8))) == 2
     os.close(fd)

@@ -12,6 +12,7 @@ from kvferry.core.buffers import PAGE_NBYTES, page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, DeviceError, OverloadedError
 from kvferry.device import CopyEngine
+from kvferry.testing.gated_device import GatedDevice
 from kvferry.testing.sim_device import SimDevice
 
 
@@ -74,11 +75,13 @@ def test_requests_are_bounded(tight: SimDevice) -> None:
 
 
 def test_a_dead_device_fails_everything_with_the_cause() -> None:
-    device = SimDevice(fixed_s=0.5)
+    device = GatedDevice()
     memory, here = device.empty(PAGE_NBYTES), page_aligned(PAGE_NBYTES)
+    device.out.clear()  # so that none of the copies ends before
     with closing(CopyEngine(device, slots=1, slot_nbytes=PAGE_NBYTES)) as engine:
         tickets = [engine.copy_out([(memory, here)]) for _ in range(3)]
         device.errors.append(RuntimeError("an illegal memory access"))
+        device.out.set()
         for ticket in tickets:
             with pytest.raises(DeviceError, match="an illegal memory access"):
                 ticket.wait(deadline_in(20))

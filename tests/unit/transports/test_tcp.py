@@ -258,23 +258,27 @@ def _resolve_to(monkeypatch: pytest.MonkeyPatch, *sockaddrs: tuple[str, int]) ->
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def _closed_port(host: str) -> Iterator[int]:
+    """Taken, so that nobody else listens there."""
+    with socket.socket() as holder:
+        holder.bind((host, 0))
+        port: int = holder.getsockname()[1]
+        yield port
 
 
 def test_every_address_of_a_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    with contextlib.closing(listen(LOCAL)) as listener:
+    with contextlib.closing(listen(LOCAL)) as listener, _closed_port("127.0.0.2") as closed:
         port = socket_of(listener).getsockname()[1]
-        _resolve_to(monkeypatch, ("127.0.0.2", _free_port()), ("127.0.0.1", port))
+        _resolve_to(monkeypatch, ("127.0.0.2", closed), ("127.0.0.1", port))
         connect("tcp://host:9", deadline_in(LONG_S)).close()
 
 
 def test_message_has_each_address_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    _resolve_to(monkeypatch, ("127.0.0.2", _free_port()), ("127.0.0.3", _free_port()))
-    with pytest.raises(ConnectError) as caught:
-        connect("tcp://host:9", deadline_in(LONG_S))
+    with _closed_port("127.0.0.2") as one, _closed_port("127.0.0.3") as other:
+        _resolve_to(monkeypatch, ("127.0.0.2", one), ("127.0.0.3", other))
+        with pytest.raises(ConnectError) as caught:
+            connect("tcp://host:9", deadline_in(LONG_S))
     for part in ("tcp://host:9", "127.0.0.2: Connection refused", "127.0.0.3: Connection refused"):
         assert part in str(caught.value)
 
@@ -302,10 +306,12 @@ class _SelfConnecting(socket.socket):
 
 def test_connection_to_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel may give a socket the very port that it dials."""
-    port = _free_port()
+    host = f"127.77.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"  # where nobody else takes the port
+    with _closed_port(host) as port:
+        pass
     monkeypatch.setattr(socket, "socket", _SelfConnecting)
     with pytest.raises(ConnectError, match="nobody listens"):
-        connect(f"tcp://127.0.0.1:{port}", deadline_in(LONG_S))
+        connect(f"tcp://{host}:{port}", deadline_in(LONG_S))
 
 
 def test_accept_without_descriptors_left() -> None:
