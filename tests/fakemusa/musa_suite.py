@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -40,6 +42,18 @@ class TestFakeMusaPool(DevicePoolSuite):
 
     def set_latency(self, device: Device, seconds: float) -> None:
         fakemusa.native.set_jitter(int(seconds * 1e6))
+
+
+def test_the_engine_gives_the_same_tokens_with_a_pool_four_times_too_small(tmp_path: Path) -> None:
+    """Evicts, demotes and promotes all the time; the weights are on the device too."""
+    path = Path(__file__).parents[1] / "unit" / "engine" / "test_device_kv.py"
+    spec = importlib.util.spec_from_file_location("device_kv", path)
+    assert spec is not None
+    assert spec.loader is not None
+    shared: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shared)
+    host = shared.tiny(tmp_path)
+    shared.check_same_tokens(host, host.to("musa:0"), MusaDevice())
 
 
 def test_kernels_that_the_card_lacks_are_refused() -> None:

@@ -14,6 +14,7 @@ from kvferry.core.errors import RequestCancelledError, TransferTimeoutError
 from kvferry.core.keys import Tokens
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope
+from kvferry.device.registry import open_device
 from kvferry.engine.decode import DecodeSequence, FinishReason
 from kvferry.engine.paged_kv import PagedKV
 from kvferry.engine.prefill import SAVE_WAIT_S, PrefillResult, prefill, save_blocks
@@ -78,7 +79,7 @@ class LocalEngine:
 
     Args:
         model: Weights.
-        kv: Pages; made for the longest sequence, at most 8,192 tokens, if not given.
+        kv: Pages, where the model is; made for the longest sequence, at most 8,192 tokens, if not given.
         store: Where the blocks of prompts are kept; an own in-memory store if not given.
         store_nbytes: Size of that one.
         model_name: Name in the identity of the blocks.
@@ -103,6 +104,7 @@ class LocalEngine:
         chunk_tokens: int = 512,
         takes_lossy: bool = False,
     ) -> None:
+        self._own_kv = kv is None
         if kv is None:
             longest = min(model.max_model_len, _DEFAULT_KV_TOKENS)
             kv = PagedKV(
@@ -110,6 +112,7 @@ class LocalEngine:
                 num_blocks=-(-longest // block_tokens),
                 block_tokens=block_tokens,
                 dtype=model.dtype,
+                device=None if model.device.type == "cpu" else open_device(str(model.device)),
             )
         self.model, self.kv, self._chunk_tokens = model, kv, chunk_tokens
         self._own_store = store is None
@@ -185,7 +188,9 @@ class LocalEngine:
             sequence.release()
 
     def close(self) -> None:
-        """Close the engine's own store; one that was given stays open."""
+        """Close the engine's own pages and store; those that were given stay open."""
+        if self._own_kv:
+            self.kv.close()
         if self._own_store:
             self._store.close()
 

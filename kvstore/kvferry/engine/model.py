@@ -33,11 +33,21 @@ class Model:
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
         self.config = config
+        self._tensors = tensors
         self._embedding = tensors["model.embed_tokens.weight"]
         self._head = self._embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
         self._norm = tensors["model.norm.weight"]
         self._layers = [_Layer(config, tensors, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim)
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self._embedding.device)
+
+    def to(self, device: torch.device | str) -> Model:
+        """The same model on another device."""
+        return Model(self.config, {name: tensor.to(device) for name, tensor in self._tensors.items()})
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and where KV has to be."""
+        return self._embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,7 +92,7 @@ class Model:
         self._check_room(first + count, sequence)
         cos, sin = rope_tables(self._frequencies, first, count, self.dtype)
         mask = self._mask(first, count)
-        x = F.embedding(tokens, self._embedding)
+        x = F.embedding(tokens.to(self.device), self._embedding)
         for index, layer in enumerate(self._layers):
             q, k, v = layer.project(x, cos, sin)
             sequence.kv.write_rows(index, sequence, first, k, v)
@@ -125,7 +135,7 @@ class Model:
         """
         if count == 1 or first == 0:
             return None
-        hidden = torch.full((count, first + count), float("-inf"), dtype=self.dtype)
+        hidden = torch.full((count, first + count), float("-inf"), dtype=self.dtype, device=self.device)
         return hidden.triu_(first + 1)
 
 

@@ -1,32 +1,40 @@
 """The paged KV cache of the engine: fixed pages of ``block_tokens`` tokens, handed out by number.
 
-All pages lie in one page-aligned region, ``[layers, 2, blocks, block_tokens, kv_heads, head_dim]``
-with K before V, so that a layer's rows of one block are two contiguous runs of bytes, which can be
-sent as they are, and a run of neighbouring pages is one view. Rows of a page behind the end of its
-sequence hold whatever was there before; nothing here hands them out.
+All pages lie in one region of a :class:`~kvferry.store.device.DevicePool`,
+``[layers, 2, blocks, block_tokens, kv_heads, head_dim]`` with K before V, so that a layer's rows of one block
+are two contiguous runs of bytes, which can be sent as they are, and a run of neighbouring pages is one view.
+Rows of a page behind the end of its sequence hold whatever was there before; nothing here hands them out.
 """
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as Row
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
 from kvferry.core.arena import available_memory
-from kvferry.core.buffers import Buf, ByteArray, as_bytes_view, copy_into, page_aligned
+from kvferry.core.buffers import Buf, ByteArray, as_bytes_view, copy_into
 from kvferry.core.errors import CapacityError, ConfigError
 from kvferry.core.spec import SLICE_ALIGNMENT, DType, KVSpec, LayerSpec, TensorSpec
+from kvferry.device.cpu import CpuDevice, HostBytes
+from kvferry.store.device import DevicePool, PoolOptions, PoolSpace
 
 if TYPE_CHECKING:
+    from kvferry.core.blockstore import Namespace
+    from kvferry.core.keys import BlockKey
+    from kvferry.device.base import Device, DeviceBytes
     from kvferry.engine.config import ModelConfig
 
 __all__ = ["PagedKV", "Sequence"]
 
 
+_ON_HOST = PoolOptions()
+
+
 class PagedKV:
-    """KV pages of one model in host memory.
+    """KV pages of one model in the memory of a device, by default the host's.
 
     Pages belong to whoever allocated them until they are freed. :meth:`allocate` and :meth:`free` are
     thread safe; a page is written and read by its owner only, without a lock.
@@ -36,9 +44,19 @@ class PagedKV:
         num_blocks: Pages; all of them are populated here.
         block_tokens: Tokens in a page.
         dtype: Element type of K and V.
+        device: Where they are; the host if not given. If it is, what gives or takes bytes of pages on the
+            host cannot be had (:meth:`tensor_views`, :meth:`write_slice`, :meth:`write_block`,
+            :meth:`read_block`), and prefixes are kept.
+        keep_prefixes: Keep the blocks of prompts when their sequences end, and share them with those that
+            follow, until their pages are needed; then they go to the store below.
+        options: Of the pool.
+
+    Attributes:
+        pool: Whose pages they are.
+        keeps_prefixes: See ``keep_prefixes``.
 
     Raises:
-        ConfigError: For sizes below 1, or above the memory that is available now.
+        ConfigError: For sizes below 1, or above the memory that is available now, there or here.
     """
 
     def __init__(
@@ -48,6 +66,9 @@ class PagedKV:
         num_blocks: int,
         block_tokens: int = 16,
         dtype: torch.dtype = torch.float32,
+        device: Device | None = None,
+        keep_prefixes: bool = False,
+        options: PoolOptions = _ON_HOST,
     ) -> None:
         if num_blocks < 1 or block_tokens < 1:
             raise ConfigError(f"{num_blocks} KV blocks of {block_tokens} tokens: both must be at least 1")
@@ -58,29 +79,68 @@ class PagedKV:
         self._row_nbytes = config.num_kv_heads * config.head_dim * self._dtype_name.itemsize
         page = block_tokens * self._row_nbytes
         self._pages_aligned = page % SLICE_ALIGNMENT == 0
-        nbytes = config.num_layers * 2 * num_blocks * page
-        self._memory = _memory(num_blocks, nbytes)
-        self._bytes: ByteArray = np.frombuffer(self._memory, np.uint8).reshape(
-            self.num_layers, 2, num_blocks, page
-        )
-        shape = (self.num_layers, 2, num_blocks, block_tokens, *self._row)
-        self._pages = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(shape)
         self._layer_spec = LayerSpec(
             tuple(TensorSpec(name, (block_tokens, *self._row), self._dtype_name) for name in ("k", "v"))
         )
-        self._free = list(range(num_blocks))  # sorted, so that runs of neighbours are found and lead to views
-        self._lock = threading.Lock()
+        self._on_host = device is None
+        self.keeps_prefixes = keep_prefixes or not self._on_host
+        if self._on_host:
+            _check_memory(num_blocks, config.num_layers * 2 * num_blocks * page)
+        self.pool = _pool(self.spec("paged KV", ""), num_blocks, device or CpuDevice(), options)
+        assert self.pool.memory is not None
+        try:
+            flat = self._as_tensor(self.pool.memory.memory)
+        except BaseException:
+            self.pool.close()
+            raise
+        shape = (self.num_layers, 2, num_blocks, block_tokens, *self._row)
+        self._pages = flat.view(dtype).view(shape)
+        if self._on_host:
+            array = cast("HostBytes", self.pool.memory.memory).array
+            self._memory = array.data
+            self._bytes: ByteArray = array.reshape(self.num_layers, 2, num_blocks, page)
+
+    def _as_tensor(self, memory: DeviceBytes) -> torch.Tensor:
+        """Device memory as torch computes on it, without a copy."""
+        if isinstance(memory, HostBytes):
+            return torch.frombuffer(memory.array.data, dtype=torch.uint8)
+        if not isinstance(memory, torch.Tensor):
+            raise ConfigError(f"torch cannot compute on {self.pool.device.name}: use musa, cuda or cpu")
+        return memory
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return len(self._memory)
+        return self.pool.nbytes
+
+    @property
+    def tensor_device(self) -> torch.device:
+        """Where the pages are, as torch calls it."""
+        return self._pages.device
 
     @property
     def free_blocks(self) -> int:
-        """Pages that nobody holds."""
-        with self._lock:
-            return len(self._free)
+        """Pages that nobody holds; some of them may keep prefixes that have to go first."""
+        return self.pool.available_blocks
+
+    def close(self) -> None:
+        """End the pool's threads; blocks that were not copied down are lost."""
+        self.pool.close()
+
+    def space(self, namespace: Namespace) -> PoolSpace:
+        """The prefixes that are kept of a namespace, over what it holds."""
+        return self.pool.space(namespace)
+
+    def publish(
+        self, namespace: Namespace, sequence: Sequence, keys: Row[BlockKey], lossy: frozenset[int]
+    ) -> int:
+        """Share a sequence's first ``len(keys)`` blocks, up to the first that has lost something.
+
+        Returns:
+            Blocks that were not there yet.
+        """
+        whole = min(lossy, default=len(keys))
+        return self.space(namespace).publish(keys[:whole], sequence.blocks[:whole], parent=None)
 
     def spec(self, model_name: str, revision: str) -> KVSpec:
         """The blocks as they are named, stored and sent: one page in all layers is one block."""
@@ -105,29 +165,7 @@ class PagedKV:
         Raises:
             CapacityError: If there are fewer; none is taken.
         """
-        with self._lock:
-            if n > len(self._free):
-                raise CapacityError(
-                    f"{n} KV blocks of {self.block_tokens} tokens asked, {len(self._free)} of "
-                    f"{self.num_blocks} are free; wait for a request to end, or configure more blocks"
-                )
-            start = self._find_run(n, after)
-            taken = self._free[start : start + n]
-            del self._free[start : start + n]
-            return taken
-
-    def _find_run(self, n: int, after: int | None) -> int:
-        """Index in the free list where ``n`` neighbouring pages start; the head if there is no such run."""
-        if n == 0:
-            return 0
-        if after is not None:
-            for start, block in enumerate(self._free[: len(self._free) - n + 1]):
-                if block == after + 1 and self._free[start + n - 1] == block + n - 1:
-                    return start
-        for start in range(len(self._free) - n + 1):
-            if self._free[start + n - 1] - self._free[start] == n - 1:
-                return start
-        return 0
+        return self.pool.allocate(n, after=after)
 
     def free(self, ids: list[int]) -> None:
         """Give pages back.
@@ -135,12 +173,7 @@ class PagedKV:
         Raises:
             ValueError: If one is unknown or free already; none is given back then.
         """
-        with self._lock:
-            held = set(range(self.num_blocks)).difference(self._free)
-            wrong = [i for i in ids if i not in held]
-            if wrong or len(set(ids)) != len(ids):
-                raise ValueError(f"KV blocks {wrong or ids} are freed twice or do not exist")
-            self._free = sorted([*self._free, *ids])
+        self.pool.release(ids)
 
     def tensor_views(
         self, layer: int, block: int, tokens: int | None = None
@@ -211,6 +244,9 @@ class PagedKV:
         self, layer: int, sequence: Sequence, first: int, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Write K and V of consecutive tokens, ``[tokens, kv_heads, head_dim]`` each, from ``first`` on."""
+        if not self._on_host:
+            self._write_pages(layer, sequence, first, k, v)
+            return
         count = k.shape[0]
         flat = self._pages[layer].view(2, -1, *self._row)
         if (start := sequence.run_start) is not None:
@@ -221,6 +257,17 @@ class PagedKV:
         rows = sequence.row_index(first, count)
         flat[0].index_copy_(0, rows, k)
         flat[1].index_copy_(0, rows, v)
+
+    def _write_pages(
+        self, layer: int, sequence: Sequence, first: int, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Page by page, as copies: they are ordered as kernels are, and touch no other page."""
+        size, stop = self.block_tokens, first + k.shape[0]
+        for number in range(first // size, -(-stop // size)):
+            begin, end = max(first, number * size), min(stop, (number + 1) * size)
+            page = self._pages[layer, :, sequence.blocks[number], begin - number * size : end - number * size]
+            page[0].copy_(k[begin - first : end - first])
+            page[1].copy_(v[begin - first : end - first])
 
     def gather(self, layer: int, sequence: Sequence, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the first ``length`` tokens of a sequence: ``[1, kv_heads, length, head_dim]`` each.
@@ -252,13 +299,19 @@ class Sequence:
         self._run_start = self._find_run()
 
     @classmethod
-    def allocate(cls, kv: PagedKV, tokens: int) -> Sequence:
-        """An empty sequence with room for ``tokens`` tokens.
+    def allocate(cls, kv: PagedKV, tokens: int, shared: Row[int] = ()) -> Sequence:
+        """A sequence with room for ``tokens`` tokens, empty but for what the caller says is in place.
+
+        Args:
+            kv: Whose pages.
+            tokens: In all.
+            shared: Pages of its first blocks, held by the caller, who hands them over.
 
         Raises:
-            CapacityError: If there are not enough free pages.
+            CapacityError: If there are not enough free pages; those in ``shared`` stay the caller's.
         """
-        return cls(kv, kv.allocate(kv.blocks_for(tokens)))
+        more = kv.allocate(kv.blocks_for(tokens) - len(shared), after=shared[-1] if shared else None)
+        return cls(kv, [*shared, *more])
 
     @property
     def capacity_tokens(self) -> int:
@@ -285,7 +338,7 @@ class Sequence:
     def block_index(self) -> torch.Tensor:
         """The page numbers as an index tensor."""
         if self._index is None:
-            self._index = torch.tensor(self.blocks, dtype=torch.int64)
+            self._index = torch.tensor(self.blocks, dtype=torch.int64, device=self.kv.tensor_device)
         return self._index
 
     def row_index(self, first: int, count: int) -> torch.Tensor:
@@ -307,12 +360,17 @@ class Sequence:
         return first if self.blocks == list(range(first, first + len(self.blocks))) else None
 
 
-def _memory(num_blocks: int, nbytes: int) -> memoryview:
+def _check_memory(num_blocks: int, nbytes: int) -> None:
     available = available_memory()
-    figures = f"{num_blocks} KV blocks of {nbytes // num_blocks} bytes take {nbytes} bytes"
     if nbytes > available:
-        raise ConfigError(f"{figures}, {available} bytes of memory are available; configure fewer blocks")
+        raise ConfigError(
+            f"{num_blocks} KV blocks of {nbytes // num_blocks} bytes take {nbytes} bytes, {available} bytes "
+            "of memory are available; configure fewer blocks"
+        )
+
+
+def _pool(spec: KVSpec, num_blocks: int, device: Device, options: PoolOptions) -> DevicePool:
     try:
-        return page_aligned(nbytes)
-    except OSError as error:
-        raise ConfigError(f"{figures}, which the system refuses: {error}; configure fewer blocks") from error
+        return DevicePool(spec, device, num_blocks=num_blocks, options=options)
+    except CapacityError as error:
+        raise ConfigError(f"{error}; configure fewer blocks") from error

@@ -133,11 +133,9 @@ def prefill(
             f"chunk_tokens {chunk_tokens} is not a multiple of the {kv.block_tokens} tokens of a block"
         )
     sampler = Sampler(sampling)
-    sequence = Sequence.allocate(kv, len(tokens))
+    keys = namespace.keys(tokens) if namespace is not None else []
+    sequence, restored, lossy = _begin(kv, len(tokens), namespace, keys, deadline)
     try:
-        keys = namespace.keys(tokens) if namespace is not None else []
-        usable = keys[: (len(tokens) - 1) // kv.block_tokens]
-        restored, lossy = _restore(namespace, usable, sequence, deadline) if namespace else (0, _NONE)
         cached = restored * kv.block_tokens
         lossy |= frozenset(range(restored, len(keys)) if lossy else ())  # it sees all that is before it
         run = _Run(model, sequence, emit, should_stop, deadline)
@@ -222,6 +220,32 @@ class _Run:
             )
 
 
+def _begin(
+    kv: PagedKV, tokens: int, namespace: Namespace | None, keys: list[BlockKey], deadline: float
+) -> tuple[Sequence, int, frozenset[int]]:
+    """A sequence for a prompt of ``tokens`` tokens with the blocks of ``keys`` that can be had in place.
+
+    Returns:
+        The sequence, how many blocks are good in place, and the numbers of those that have lost something.
+    """
+    usable = keys[: (tokens - 1) // kv.block_tokens]
+    if namespace is None or not kv.keeps_prefixes:
+        sequence = Sequence.allocate(kv, tokens)
+        if namespace is None:
+            return sequence, 0, _NONE
+        try:
+            return sequence, *_restore(namespace, usable, sequence, deadline)
+        except BaseException:
+            sequence.release()
+            raise
+    held = kv.space(namespace).restore(usable, deadline=deadline)
+    try:
+        return Sequence.allocate(kv, tokens, held.pages), len(held.pages), held.lossy
+    except BaseException:
+        kv.free(held.pages)
+        raise
+
+
 def _restore(
     namespace: Namespace, keys: list[BlockKey], sequence: Sequence, deadline: float
 ) -> tuple[int, frozenset[int]]:
@@ -265,8 +289,11 @@ def save_blocks(
         lossy: Numbers of those that are stored as having lost something; see :attr:`PrefillResult.lossy`.
 
     Returns:
-        Blocks newly stored, and why the others were not (logged, no error: it is only a cache).
+        Blocks newly stored, and why the others were not (logged, no error: it is only a cache). Where paged
+        KV keeps prefixes, they are shared there, and its pool stores them.
     """
+    if sequence.kv.keeps_prefixes:
+        return sequence.kv.publish(namespace, sequence, keys, lossy), None
     known = namespace.lookup(keys).prefix
     if known == len(keys):
         return 0, None

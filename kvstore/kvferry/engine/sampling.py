@@ -69,7 +69,7 @@ class Sampler:
         Raises:
             KVFerryError: If the logits have no finite largest value: the model overflowed its dtype.
         """
-        scores: _Float64 = logits.detach().to(torch.float64).numpy()
+        scores: _Float64 = logits.detach().cpu().to(torch.float64).numpy()
         best = int(scores.argmax())  # the first of equals; a NaN counts as the largest
         if not math.isfinite(scores[best]):
             raise KVFerryError(f"logits of the model are not finite ({scores[best]}); try dtype float32")

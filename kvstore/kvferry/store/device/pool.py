@@ -284,10 +284,10 @@ class DevicePool:
             try:
                 blocks = [table.block_of(page) for page in pages]
             except KeyError as error:
-                raise ValueError(f"KV block {error} is given back twice or does not exist") from None
+                raise ValueError(f"KV blocks [{error}] are freed twice or do not exist") from None
             idle = [p for p, b in zip(pages, blocks, strict=True) if b is not None and b.holds < 1]
             if idle or len(set(pages)) != len(pages):
-                raise ValueError(f"KV blocks {idle or list(pages)} are given back twice or are nobody's")
+                raise ValueError(f"KV blocks {idle or list(pages)} are freed twice or do not exist")
             table.used(pages, event)
             for block in blocks:
                 if block is not None:
@@ -324,15 +324,14 @@ class DevicePool:
             tenant: Whose blocks.
 
         Raises:
-            SpecMismatchError: If ``below`` has blocks of another spec.
+            SpecMismatchError: If the blocks of ``below`` have other layers, tokens or another layout.
         """
+        spec = self.spec
         if below is not None:
-            scope = below.scope
-            if below.spec.fingerprint() != self.spec.fingerprint():
-                raise SpecMismatchError(
-                    f"the pool has blocks of {self.spec}, the store below of {below.spec}"
-                )
-        name = TierNamespace.of(tenant, self.spec, scope)
+            scope, spec = below.scope, below.spec
+            if any(getattr(spec, n) != getattr(self.spec, n) for n in ("layers", "block_tokens", "layout")):
+                raise SpecMismatchError(f"the pool is of {self.spec}, the store below of {spec}")
+        name = TierNamespace.of(tenant, spec, scope)
         with self.lock:
             self.require_open()
             found = self._spaces.get(name)
