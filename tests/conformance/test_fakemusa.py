@@ -28,6 +28,17 @@ _MUTATIONS = [
     "host_sync_per_layer",
     "ready_event_on_the_copy_stream",
 ]
+_POOL = [str(_TESTS / "unit" / "store_device" / "test_pool.py")]
+_POOL_MUTATIONS = [
+    "page_reused_before_its_copy_out_is_done",
+    "held_block_evicted",
+    "last_reader_forgotten",
+    "copy_down_before_the_kernel",
+    "copy_up_before_the_reader",
+    "reader_before_the_kernel",
+    "kernel_before_the_reader",
+    "committed_before_it_is_copied",
+]
 
 
 def _missing() -> str:
@@ -63,6 +74,24 @@ def test_the_suite_sees_a_race_on_the_simulated_device(mutation: str) -> None:
     result = _pytest("-x", *_SIM, mutation=mutation)
     assert result.returncode == 1, result.stdout[-8000:] + result.stderr[-4000:]
     assert "1 failed" in result.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mutation", _POOL_MUTATIONS)
+def test_the_tests_of_the_pool_see_a_race(mutation: str) -> None:
+    result = _pytest("-x", *_POOL, mutation=mutation)
+    assert result.returncode == 1, result.stdout[-8000:] + result.stderr[-4000:]
+    assert "1 failed" in result.stdout
+
+
+@pytest.mark.soak
+@_on_fake_musa
+@pytest.mark.timeout(3600)
+def test_ten_thousand_blocks_on_a_fake_musa_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_POOL_STRESS", "10000")
+    monkeypatch.setenv("KVFERRY_C004_RUNS", "200")
+    result = _pytest(*_MUSA, "-k", "TestFakeMusaPool")
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-4000:]
 
 
 @pytest.mark.soak

@@ -3,16 +3,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
 from kvferry.core.blockstore import Namespace
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import CapacityError, ConfigError, DeviceError, SpecMismatchError
+from kvferry.core.errors import (
+    CapacityError,
+    ConfigError,
+    DeviceError,
+    OverloadedError,
+    SpecMismatchError,
+)
 from kvferry.core.keys import BlockKey
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
+from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.cpu import CpuDevice
 from kvferry.store.device import DevicePool, PoolOptions, PoolSpace
 from kvferry.testing.blocks import wait_until
@@ -181,6 +189,33 @@ def test_a_kernel_waits_for_the_last_reader_on_another_stream(
     assert not written.query()
     device.compute.set()
     assert reading.bytes() == {keys[0][0]}
+    pool.release([page])
+
+
+def test_the_last_reader_is_known_still_after_a_copy_in_that_was_not_made(
+    one: tuple[DevicePool, PoolSpace], device: GatedDevice, namespace: Namespace
+) -> None:
+    pool, space = one
+    first, second = _keys(namespace, 1), _keys(namespace, 2)
+    for keys in (second, first):
+        pool.release(_save(pool, space, device, keys))
+    assert pool.flush(deadline=deadline_in(20))
+    device.compute.clear()
+    with device.use(device.new_stream()):
+        device.hold_compute()
+        (page,) = space.acquire(first)
+        reading = _Reading(pool, device, page)
+        pool.release([page])
+    with patch.object(CopyEngine, "copy_in", side_effect=OverloadedError("too many copies wait")):
+        assert space.restore(second, deadline=deadline_in(20)).pages == []
+    (page,) = pool.allocate(1)
+    _fill(pool, device, page, 0xDD)
+    written = pool.record()
+    assert written is not None
+    time.sleep(_A_WHILE_S)
+    assert not written.query()
+    device.compute.set()
+    assert reading.bytes() == {first[0][0]}
     pool.release([page])
 
 

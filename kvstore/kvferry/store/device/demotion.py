@@ -148,10 +148,23 @@ class Demotion:
             return
         below = live[0].block.space.below
         assert below is not None
-        flights = [self._begin(below, run) for run in _runs(live)]
-        for flight in flights:
-            if flight is not None:
-                self._end(flight)
+        flights: list[_Flight] = []
+        try:
+            for run in _runs(live):
+                flight = self._begin(below, run)
+                if flight is not None:
+                    flights.append(flight)
+        finally:
+            for flight in flights:
+                self._end_surely(flight)
+
+    def _end_surely(self, flight: _Flight) -> None:
+        """Whatever happens, pages and slots of copies that may be in flight are not used again."""
+        try:
+            self._end(flight)
+        except Exception:  # noqa: BLE001 - see _run; the other flights have to be waited for
+            _LOG.exception("%s: %d blocks are left as they are", self._pool.device.name, len(flight.jobs))
+            self._stranded.append(flight)
 
     def _begin(self, below: Namespace, run: Sequence[_Job]) -> _Flight | None:
         """Reserve slots below and start the copies; ``None`` if there is nothing to copy, or no room."""

@@ -155,7 +155,7 @@ class DevicePool:
         self._error: DeviceError | None = None
         self._closed = False
         self._spaces: dict[TierNamespace, PoolSpace] = {}
-        self._limbo: list[tuple[DeviceCopying, list[int]]] = []
+        self._limbo: list[tuple[DeviceCopying, list[int], list[Event]]] = []
         on_host = device.kind == "cpu"
         self._own_engine = None if engine is not None or on_host else CopyEngine(device)
         self._engine = None if on_host else engine or self._own_engine
@@ -202,11 +202,25 @@ class DevicePool:
             DeviceError: If the device has failed, or the pool is closed.
         """
         pages, events = self.take(count, after=after, deadline=deadline)
-        if events:
+        self.order(stream, events)
+        return pages
+
+    def order(self, stream: Stream | None, events: Sequence[Event]) -> None:
+        """Let a stream, by default the thread's current one, wait for events on the device.
+
+        Raises:
+            DeviceError: If the device failed.
+        """
+        if not events:
+            return
+        try:
             stream = stream or self.device.current_stream()
             for event in events:
                 stream.wait_event(event)
-        return pages
+        except RuntimeError as error:  # torch's own
+            dead = DeviceError(f"{self.device.name}: {error}")
+            self.fail(dead)
+            raise dead from error
 
     def take(
         self, count: int, *, after: int | None = None, deadline: float | None = None
@@ -218,7 +232,7 @@ class DevicePool:
             while True:
                 self.require_open()
                 self._sweep()
-                coming = table.leaving_pages + sum(len(pages) for _, pages in self._limbo)
+                coming = table.leaving_pages + sum(len(pages) for _, pages, _ in self._limbo)
                 if count > table.free_pages + table.idle_pages + coming:
                     raise self._no_room(count)
                 short = count - table.free_pages - coming
@@ -456,15 +470,25 @@ class DevicePool:
             joined.record(self._fence)
         return joined
 
-    def strand(self, copying: DeviceCopying, pages: list[int]) -> None:
+    def unused(self, pages: list[int], events: Sequence[Event]) -> None:
+        """Give back what :meth:`take` gave, before anybody waited for the pages' last users."""
+        with self.lock:
+            self._put_back(pages, events)
+
+    def strand(self, copying: DeviceCopying, pages: list[int], events: list[Event]) -> None:
         """A copy into pages was given up while it is in flight: they are nobody's until it is over."""
         with self.lock:
-            self._limbo.append((copying, pages))
+            self._limbo.append((copying, pages, events))
+
+    def _put_back(self, pages: list[int], events: Sequence[Event]) -> None:
+        for event in events:
+            self.table.used(pages, event)
+        self.table.give_back(pages)
+        self.changed.notify_all()
 
     def _sweep(self) -> None:
         over = [one for one in self._limbo if one[0].settled]
         if over:
             self._limbo = [one for one in self._limbo if one not in over]
-            for _, pages in over:
-                self.table.give_back(pages)
-            self.changed.notify_all()
+            for _, pages, events in over:  # a copy that was not begun has waited for nobody
+                self._put_back(pages, events)

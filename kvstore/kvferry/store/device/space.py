@@ -13,13 +13,14 @@ from kvferry.core.errors import (
     ConfigError,
     DeviceError,
     KVFerryError,
+    OverloadedError,
     RequestCancelledError,
     StoreError,
     TransferTimeoutError,
 )
 from kvferry.core.keys import BlockKey
 from kvferry.device.base import Event, Stream
-from kvferry.store.device.table import PoolBlock
+from kvferry.store.device.table import PoolBlock, pending
 from kvferry.store.tier import TierNamespace
 
 if TYPE_CHECKING:
@@ -95,11 +96,12 @@ class PoolSpace:
             for block in blocks:
                 pool.table.hold(block)
             pool.table.touch(blocks)
-            events = dict.fromkeys(block.written for block in blocks if block.written is not None)
-        if events:
-            stream = stream or pool.device.current_stream()
-            for event in events:
-                stream.wait_event(event)
+            written = dict.fromkeys(block.written for block in blocks if block.written is not None)
+            events = pending(written)
+            for block in blocks:
+                if block.written not in events:
+                    block.written = None
+        pool.order(stream, events)
         return [block.pages[0] for block in blocks]
 
     def restore(self, keys: Sequence[BlockKey], *, deadline: float, stream: Stream | None = None) -> Restored:
@@ -261,7 +263,7 @@ class PoolSpace:
         return pages, lossy
 
     def _fill(self, lease: ReadLease, count: int, deadline: float) -> list[int]:
-        """Copy a lease's blocks into new pages; none, if that was not done by the deadline."""
+        """Copy a lease's blocks into new pages; none, if that was not to be done by the deadline."""
         pool = self._pool
         if count == 0:
             return []
@@ -269,8 +271,12 @@ class PoolSpace:
         try:
             views = [lease.view(number) for number in range(count)]
             copying = pool.start_copy(pages, views, events, to_pages=True)
+        except OverloadedError as error:
+            _LOG.warning("%s: blocks of the store below are left there: %s", pool.device.name, error)
+            pool.unused(pages, events)
+            return []
         except BaseException:
-            pool.release(pages)
+            pool.unused(pages, events)
             raise
         try:
             if copying is not None:
@@ -279,13 +285,13 @@ class PoolSpace:
             assert copying is not None
             _LOG.warning("%s: blocks of the store below came too late: %s", pool.device.name, error)
             copying.cancel()
-            pool.strand(copying, pages)
+            pool.strand(copying, pages, events)
             return []
         except DeviceError as error:
             pool.fail(error)  # the pages stay taken: the device may still write them
             raise
         except RequestCancelledError:  # the engine is closed
-            pool.release(pages)
+            pool.unused(pages, events)
             raise
         return pages
 
