@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvferry.core.blockstore import Namespace
+from kvferry.core.blockstore import Namespace, ReadLease
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import Session
@@ -94,11 +94,12 @@ class Child:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def start(self, ticket: object) -> None:
+    def start(self, ticket: object) -> bool:
+        """Whether it has begun; a reader that came after the end of its lease has not."""
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(ticket).decode() + "\n")
         self.process.stdin.flush()
-        assert self.line() == "busy"
+        return self.line() == "busy"
 
     def stop(self) -> None:
         stop_process(self.process.pid)
@@ -109,6 +110,20 @@ class Child:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def stopped_reader(store: MemoryStore, keys: list[BlockKey]) -> tuple[Child, ReadLease]:
+    """One that stands still in mid-lease; a lease that was too short for that is taken again, longer."""
+    for lease_s in (LEASE_S, 6.0, 24.0):
+        store.lease_s = lease_s
+        reader = Child(store, READER, "read")
+        lease = store.for_session(reader.session).namespace(SPEC).load(keys, deadline=deadline_in(20))
+        if reader.start(lease.ticket()):
+            reader.stop()
+            if time.monotonic() < lease.expires_at:
+                return reader, lease
+        reader.kill()
+    raise AssertionError("a reader takes more than 24 s to begin")
 
 
 @pytest.fixture
@@ -143,16 +158,14 @@ def test_processes_stopped_past_their_leases(store: MemoryStore) -> None:
     namespace = store.namespace(SPEC)
     shared = chain(namespace, 1, HELD)
     save_blocks(namespace, shared)  # also makes the segment whose descriptors are handed out
-    filler, reader = Child(store, FILLER, "fill"), Child(store, READER, "read")
+    children = [filler := Child(store, FILLER, "fill")]
     try:
         filling = store.for_session(filler.session).namespace(SPEC)
         fill = filling.reserve(chain(namespace, 0, HELD), parent=None, deadline=deadline_in(20))
-        reading = store.for_session(reader.session).namespace(SPEC)
-        read = reading.load(shared, deadline=deadline_in(20))
-        filler.start(fill.ticket())
-        reader.start(read.ticket())
+        assert filler.start(fill.ticket())
+        reader, read = stopped_reader(store, shared)
+        children.append(reader)
         filler.stop()
-        reader.stop()
         wait_until(lambda: time.monotonic() > max(fill.expires_at, read.expires_at))
         stats = store.stats()
         assert (stats.pinned_nbytes, stats.leases) == (0, 0)
@@ -178,8 +191,8 @@ def test_processes_stopped_past_their_leases(store: MemoryStore) -> None:
         assert verify(namespace, range(300, 400)) == BLOCKS
         assert store.stats().used_nbytes == store.stats().capacity_nbytes
     finally:
-        filler.kill()
-        reader.kill()
+        for child in children:
+            child.kill()
 
 
 def test_the_end_of_a_process_wakes_who_waits_for_its_slots(store: MemoryStore) -> None:
@@ -191,7 +204,7 @@ def test_the_end_of_a_process_wakes_who_waits_for_its_slots(store: MemoryStore) 
         fill = filling.reserve(
             namespace.keys([0] * BLOCKS * SPEC.block_tokens), parent=None, deadline=deadline_in(20)
         )
-        filler.start(fill.ticket())
+        assert filler.start(fill.ticket())
         os.kill(filler.process.pid, signal.SIGKILL)
         assert save_blocks(namespace, chain(namespace, 2, 4), seconds=60) == 4
         assert time.monotonic() < fill.expires_at + 30
