@@ -31,13 +31,15 @@ _FIRST_PROBE_EVERY_S: Final = 0.02
 _PROBE_EVERY_S: Final = 1.0
 _STALE_S: Final = 3.0
 _OLD_S: Final = 30.0
-_FIRST_LOOK_S: Final = 0.1
+_FIRST_LOOK_S: Final = 0.2
 _LOOK_EVERY_S: Final = 1.0
 _LOOK_SELDOM_S: Final = 5.0
 _LOOK_S: Final = 0.1
 _LOOK_CALLS: Final = 10
 _LOOK_WINDOWS: Final = 5
 """The median forgets the first, in which a link that was not full gives what it saved up (a token bucket)."""
+_LOOK_SAME_WINDOWS: Final = 3
+"""Enough for a look that finds what is known."""
 _LOOK_LONG_WINDOWS: Final = 2
 _LONG_WINDOWS_S: Final = 0.05
 _TRIAL_WINDOWS: Final = 2
@@ -53,6 +55,8 @@ _TRIAL_ENDS_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 1.0
 _OTHER_LINK: Final = 2.0
 _HOPELESS: Final = 2.0
+_FAR_FROM_CORES: Final = 3.0
+"""A pipeline that takes so many times what encoding and decoding take is surely limited by the link."""
 _LINK_BOUND: Final = 1.15
 """A pipeline that takes no more than this share of what the link alone would is limited by the link: that
 would be seen to become faster without a look."""
@@ -94,9 +98,10 @@ class AdaptiveChoice:
     formula says as the best of the others did. No trial follows before what the last one lost against raw is
     a fiftieth of the traffic since (a second of it at most): meanwhile only what has proven itself is used.
 
-    While a pipeline is in use, some pieces go raw once a second of traffic, first after 0.1, 0.3 and 0.7 s,
-    or in 5 s where it costs what its bytes cost on the link, so that a faster link would be seen without; and
-    at once when it suddenly costs more or less: what the link itself carries is seen in no other way.
+    While a pipeline is in use, some pieces go raw once a second of traffic, first after 0.2 and 0.6 s: what
+    the link itself carries is seen in no other way. Ever later, up to 5 s, where the pipeline costs
+    what its bytes cost on the link, so that a faster link would be seen without, and at once when it suddenly
+    costs more or less.
 
     Args:
         candidates: Text forms of pipelines, without ``raw``.
@@ -157,12 +162,14 @@ class AdaptiveChoice:
         if looked and not looked / _OTHER_FLOW <= flow <= looked * _OTHER_FLOW:
             return True
         self._looked_flow = looked or flow
+        if flow > _FAR_FROM_CORES * (used.encode.value + used.decode.value):
+            return self._moving_s >= _LOOK_SELDOM_S
         limited = flow <= _LINK_BOUND * self._link.value * used.size
-        return self._moving_s >= (_LOOK_SELDOM_S if limited else self._look_every_s)
+        return self._moving_s >= min(self._look_every_s, _LOOK_SELDOM_S if limited else _LOOK_EVERY_S)
 
     def _look(self, now: float) -> None:
         self._looking, self._look_calls, self._looked_at = True, 1, now
-        self._look_every_s = min(2 * self._look_every_s, _LOOK_EVERY_S)
+        self._look_every_s = min(2 * self._look_every_s, _LOOK_SELDOM_S)
         self._looked_flow = self._moving_s = 0.0
 
     def probe(self) -> str:
@@ -338,10 +345,16 @@ class AdaptiveChoice:
         self._seen_s += seconds
         if not self._seen.add(nbytes, seconds):
             return False
-        needed = _LOOK_LONG_WINDOWS if self._seen_s >= _LONG_WINDOWS_S else _LOOK_WINDOWS
-        if self._seen.windows < needed:
+        seen, link = self._seen, self._link
+        long = self._seen_s >= _LONG_WINDOWS_S
+        same = link.value / _OTHER_FLOW <= seen.value <= link.value * _OTHER_FLOW
+        if seen.windows < (_LOOK_LONG_WINDOWS if long else _LOOK_SAME_WINDOWS if same else _LOOK_WINDOWS):
             return False
-        self._link, self._seen, self._seen_s, self._looking = self._seen, FlowCost(), 0.0, False
+        if same:
+            link.add_all(seen)
+        else:
+            self._link = seen
+        self._seen, self._seen_s, self._looking = FlowCost(), 0.0, False
         return True
 
     def _learn(self, candidate: _Candidate, now: float) -> None:

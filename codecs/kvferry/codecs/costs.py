@@ -92,6 +92,12 @@ class FlowCost:
         self._sum_up()
         return True
 
+    def add_all(self, other: FlowCost) -> None:
+        """The windows of another flow, as the last ones."""
+        self._costs.extend(other._costs)
+        self._drop_outdated()
+        self._sum_up()
+
     def _sum_up(self) -> None:
         self.value = value = statistics.median(self._costs)
         count = len(self._costs)

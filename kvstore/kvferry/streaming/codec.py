@@ -190,8 +190,8 @@ class StreamCodec:
     def take(self, nbytes: int) -> memoryview:
         """A buffer of at least ``nbytes``, page-aligned; for :meth:`give` afterwards."""
         with self._lock:
-            for index, held in enumerate(self._free):
-                if len(held) >= nbytes:
+            for index in reversed(range(len(self._free))):  # the last one is the likeliest to be in a cache
+                if len(self._free[index]) >= nbytes:
                     return self._free.pop(index)
         return page_aligned(-(-nbytes // (64 << 10)) * (64 << 10))
 
