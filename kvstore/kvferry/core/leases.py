@@ -347,8 +347,8 @@ class LeaseTable(Generic[_LeaseT]):
         return True
 
     def session_nbytes(self, session: Session) -> int:
-        """Bytes that ``session`` holds: those of its leases, and what it was charged beside."""
-        return self._nbytes.get(session.session_id, 0)
+        """Bytes that ``session`` and those before it hold: of leases, and what they were charged beside."""
+        return sum(self._nbytes.get(one.session_id, 0) for one in (session, *session.earlier))
 
     def charge(self, session_id: str, nbytes: int) -> None:
         """Count bytes that a session holds, or with a negative number holds no more."""

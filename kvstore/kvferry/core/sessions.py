@@ -34,6 +34,8 @@ class Session:
 
     Attributes:
         completions: What ended in the background for this session, for ``poll``.
+        earlier: Sessions that are over, whose slots in quarantine count as this one's: a name of its own
+            gives nobody a write quota anew.
 
     Raises:
         StoreError: If there is no such process.
@@ -44,6 +46,7 @@ class Session:
         self.session_id = uuid.uuid4().hex
         self.pid = pid
         self.completions: deque[Completion] = deque(maxlen=_COMPLETIONS)
+        self.earlier: tuple[Session, ...] = ()
         self._lock = threading.Lock()
         self._ended = False
         self._closed = False

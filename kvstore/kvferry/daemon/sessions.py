@@ -212,7 +212,18 @@ class Sessions:
             session.connections += 1
             session.left_behind = self._left.setdefault((tenant, name), [])
             self._active[tenant, name] = session
+            self._count_earlier(session)
         return session
+
+    def _count_earlier(self, session: EngineSession) -> None:
+        """What earlier sessions of its name, or of its processes under others, left counts as its own."""
+        session.core.earlier = tuple(
+            one.core
+            for (tenant, name), left in self._left.items()
+            for one in left
+            if tenant == session.tenant
+            and (name == session.name or not one.processes.isdisjoint(session.processes))
+        )
 
     def _require_no_trail(self, pid: int) -> None:
         trail = sum(pid in one.processes for left in self._left.values() for one in left)
@@ -251,6 +262,9 @@ class Sessions:
                 left[:] = [session for session in left if session not in over]
                 if not left and key not in self._active:
                     del self._left[key]
+            if over:
+                for session in self._active.values():
+                    self._count_earlier(session)
         for session in over:
             session.core.close()
 

@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.client import Client
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import StoreError
+from kvferry.core.errors import CapacityError, StoreError
 from kvferry.core.sessions import Session
 from kvferry.daemon.sessions import EngineSession, Sessions
 from kvferry.store.tiered import TieredStore
@@ -116,6 +116,41 @@ def test_its_descriptor_is_closed_even_if_somebody_still_refers_to_it(child: sub
     store.close()
 
 
+def test_another_name_gives_no_write_quota_anew(child: subprocess.Popen[bytes]) -> None:
+    """What a process left in quarantine counts until it is ended, whatever it calls itself next."""
+    spec = small_spec()
+    store, sessions = TieredStore(1 << 20, write_quota_nbytes=3 * spec.block_nbytes), Sessions()
+    keys = store.namespace(spec).keys([1] * 4 * spec.block_tokens)
+
+    def joined(name: str, pid: int = child.pid, tenant: str = "default") -> EngineSession:
+        return sessions.join(channel_of(pid, name), tenant, store)
+
+    def may_fill(session: EngineSession, count: int) -> bool:
+        try:
+            namespace = session.store.namespace(spec)
+            namespace.reserve(keys[:count], parent=None, deadline=deadline_in(0)).abort()
+        except CapacityError:
+            return False
+        return True
+
+    first = joined("one")
+    lease = first.store.namespace(spec).reserve(keys[:2], parent=None, deadline=deadline_in(20))
+    first.add(7, lease)
+    sessions.leave(first)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        for session in (again := joined("one"), other := joined("two")):
+            assert not may_fill(session, 2)
+            assert may_fill(session, 1)
+        assert may_fill(joined("three", stranger.pid), 3)
+        assert may_fill(joined("two", tenant="another"), 3)
+        assert again.end([7]) == 1
+        assert may_fill(other, 3)
+        sessions.sweep()
+        assert other.core.earlier == ()
+        stranger.kill()
+    store.close()
+
+
 @pytest.mark.parametrize("how", ["aborted", "killed", "closed"])
 def test_left_behind_it_is_watched_until_nobody_can_write(child: subprocess.Popen[bytes], how: str) -> None:
     store, sessions = TieredStore(1 << 20), Sessions()
@@ -145,6 +180,6 @@ def test_left_behind_it_is_watched_until_nobody_can_write(child: subprocess.Pope
     store.close()
 
 
-def channel_of(pid: int) -> Channel:
+def channel_of(pid: int, name: str = "engine") -> Channel:
     """As much of a channel as a session looks at."""
-    return cast("Channel", SimpleNamespace(peer_pid=pid, peer=SimpleNamespace(session="engine")))
+    return cast("Channel", SimpleNamespace(peer_pid=pid, peer=SimpleNamespace(session=name)))
