@@ -1,35 +1,35 @@
-"""Blocks on their way between a store and the paged memory of an engine: one job a request."""
+"""Blocks on their way between a store and the paged memory of an engine: what all jobs have in common."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvferry.core.blockstore import Lease, ReadLease, WriteLease
+from kvferry.core.blockstore import Lease
 from kvferry.core.clock import checked_deadline, time_left
-from kvferry.core.errors import KVFerryError, LeaseExpiredError, RequestCancelledError, TransferTimeoutError
-from kvferry.core.keys import BlockKey
+from kvferry.core.errors import KVFerryError, RequestCancelledError, TransferTimeoutError
 from kvferry.core.paged_copy import Copying, Event, Transfer
 
 if TYPE_CHECKING:
     from kvferry.client.registration import Registration
 
-__all__ = ["Job", "LoadJob", "SaveJob"]
+__all__ = ["LATER", "NOW", "Job", "Piece"]
 
 _POLL_S: Final = 100e-6
-_PIECE_NBYTES: Final = 8 << 20
 _TOGETHER_NBYTES: Final = 1 << 20
 _FLYING: Final = 8
-_RESERVE_S: Final = 1.0
 _NEVER: Final = float("inf")
 NOW: Final = 0.0
+"""When a job is to be called again: it has done something."""
 LATER: Final = None
+"""Not before it wakes the mover."""
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """What is copied at a time."""
 
     layers: Sequence[int]
@@ -38,7 +38,7 @@ class _Piece(NamedTuple):
     blocks: int | None = None  # all, if not given
 
 
-class Job:
+class Job(ABC):
     """What loads and saves have in common. Thread safe.
 
     Attributes:
@@ -63,8 +63,8 @@ class Job:
         self._cond = registration.mover.cond
         self.began = time.monotonic()
         self._transfer: Transfer | None = None
-        self._pieces: deque[_Piece] = deque()
-        self._flying: deque[tuple[_Piece, Copying]] = deque()
+        self._pieces: deque[Piece] = deque()
+        self._flying: deque[tuple[Piece, Copying]] = deque()
         self._layers_done: set[int] = set()
         self._over = self._ending = self._busy = self._claimed = self._renewing = False
         self._renew_at, self._span = _NEVER, 0.0
@@ -84,9 +84,9 @@ class Job:
         """Whether it is over and nothing has failed."""
         return self._over and not self.failed_blocks()
 
+    @abstractmethod
     def failed_blocks(self) -> tuple[int, ...]:
         """Those of the block ids that it has not done and will not do; final once it is over."""
-        raise NotImplementedError
 
     def wait_layer(self, layer: int, *, deadline: float) -> bool:
         """Wait until a layer is done in all blocks but the failed ones.
@@ -136,9 +136,9 @@ class Job:
                 while not self._over:  # the copy of one block, or the device's own end of what it has begun
                     self._cond.wait(1.0)
 
+    @abstractmethod
     def _is_past_region(self) -> bool:
         """Whether all that is left to do does not touch the region."""
-        return False
 
     def _finish(self) -> None:
         """Called once, by who claimed it, with nothing under way."""
@@ -148,8 +148,9 @@ class Job:
             self._over = True
             self._mover.ended(self)
 
+    @abstractmethod
     def _give_up_lease(self) -> None:
-        raise NotImplementedError
+        """Release or abort its lease, if it has one; called once, at the end."""
 
     # ---- the mover's side ------------------------------------------------------------------------
 
@@ -176,13 +177,13 @@ class Job:
             return NOW if landed else _POLL_S
         return NOW if landed else self._when_idle()
 
-    def _may_start(self, piece: _Piece) -> bool:
+    def _may_start(self, piece: Piece) -> bool:
         after = piece.after
         return after is None or self._mover.copier(self).orders_events or after.query()
 
+    @abstractmethod
     def _when_idle(self) -> float | None:
-        """Nothing is left to be copied for now."""
-        return LATER
+        """Nothing is left to be copied for now; returns as :meth:`step`."""
 
     def next_look(self) -> float:
         """By when it is to be looked at without being woken."""
@@ -190,7 +191,7 @@ class Job:
             return _NEVER
         return min(self.deadline, self._renew_at)
 
-    def _launch(self, transfer: Transfer, piece: _Piece) -> float | None:
+    def _launch(self, transfer: Transfer, piece: Piece) -> float | None:
         with self._cond:
             if self._ending:
                 return NOW
@@ -243,8 +244,9 @@ class Job:
         """Something went wrong: it ends as soon as nothing is under way."""
         self._end(error)
 
-    def _landed(self, piece: _Piece) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _landed(self, piece: Piece) -> None:
+        """A piece has been copied. What is raised here ends the job."""
 
     def _together(self, layers: Sequence[int]) -> Iterator[Sequence[int]]:
         """Layers that are copied in one piece: several where they are so small that a piece costs more."""
@@ -257,7 +259,7 @@ class Job:
             nbytes += more
         yield layers[start:]
 
-    def _nbytes_of(self, piece: _Piece) -> int:
+    def _nbytes_of(self, piece: Piece) -> int:
         blocks = len(self._transfer or ()) if piece.blocks is None else piece.blocks
         layers = self.registration.plan.spec.layers
         return blocks * sum(layers[number].nbytes for number in piece.layers)
@@ -288,212 +290,10 @@ class Job:
                 self._watch_lease(lease)
             self._mover.wake()
 
+    @abstractmethod
     def _lease_to_renew(self) -> Lease | None:
-        raise NotImplementedError
+        """The lease, while it is needed."""
 
+    @abstractmethod
     def _renewal_failed(self, error: KVFerryError) -> None:
-        """What is read is checked anyhow; who writes need not go on."""
-
-
-class LoadJob(Job):
-    """Blocks of a read lease on their way into the engine's blocks; made by :meth:`Registration.load`.
-
-    A layer counts as done when its bytes are in place and the lease has said that they were right to the
-    end. Blocks behind those that the lease has are misses: they have failed from the start.
-
-    Attributes:
-        lossy: Whether a block of it has lost something; what is computed behind it has then too.
-    """
-
-    kind = "load"
-
-    def __init__(
-        self, registration: Registration, name: str, lease: ReadLease, block_ids: Sequence[int], *,
-        first: int, order: str, after: Event | None, deadline: float,
-    ) -> None:  # fmt: skip
-        super().__init__(registration, name, block_ids, deadline)
-        self._lease = lease
-        self._held = len(lease) - first
-        self.lossy = any(index >= first for index in lease.lossy)
-        self._blocks_done = 0
-        plan = registration.plan
-        views = [lease.view(first + index) for index in range(self._held)]
-        self._transfer = Transfer(plan, self.block_ids[: self._held], views, to_pages=True)
-        self.order = order
-        if order == "layer":
-            self._pieces.extend(_Piece(layers, after) for layers in self._together(range(len(plan.layers))))
-        else:
-            step = max(1, _PIECE_NBYTES // max(1, plan.spec.block_nbytes))
-            layers = range(len(plan.layers))
-            for at in range(0, self._held, step):
-                self._pieces.append(_Piece(layers, after, at, min(step, self._held - at)))
-        if not self._held:
-            self._pieces.clear()
-        self._watch_lease(lease)
-
-    def failed_blocks(self) -> tuple[int, ...]:
-        """Blocks that are to be computed: those that missed and, once it is over, what was not loaded whole.
-
-        What layers of theirs have been loaded is right all the same, where :meth:`wait_layer` said so.
-        """
-        return self.block_ids[self._blocks_done if self._over else self._held :]
-
-    def _landed(self, piece: _Piece) -> None:
-        self._lease.check()
-        with self._cond:
-            self.nbytes += self._nbytes_of(piece)
-            if self.order == "layer":
-                self._layers_done.update(piece.layers)
-                if len(self._layers_done) == len(self.registration.plan.layers):
-                    self._blocks_done = self._held
-            else:
-                self._blocks_done = piece.first + (piece.blocks or 0)
-                if self._blocks_done == self._held:
-                    self._layers_done.update(piece.layers)
-            self._cond.notify_all()
-
-    def _is_past_region(self) -> bool:
-        return len(self._layers_done) == len(self.registration.plan.layers)
-
-    def _when_idle(self) -> float | None:
-        with self._cond:
-            if self._claimed:
-                return LATER
-            self._claimed = True
-        self._finish()
-        return NOW
-
-    def _give_up_lease(self) -> None:
-        with contextlib.suppress(LeaseExpiredError):  # each piece was checked after it was read
-            self._lease.release()
-
-    def _lease_to_renew(self) -> Lease | None:
-        return self._lease
-
-
-class SaveJob(Job):
-    """Blocks of the engine on their way into the store; made by :meth:`Registration.save`.
-
-    The engine says of each layer when it may be read; the blocks are published, all at once, when all
-    layers have been. What is stored already is not copied.
-
-    Attributes:
-        stored: Blocks newly stored, once it is over.
-    """
-
-    kind = "save"
-
-    def __init__(
-        self, registration: Registration, name: str, keys: Sequence[BlockKey], block_ids: Sequence[int], *,
-        parent: BlockKey | None, deadline: float, lossy: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(registration, name, block_ids, deadline)
-        self._keys, self._lossy = tuple(keys), lossy
-        self._parent = parent
-        self._lease: WriteLease | None = None
-        self._given: set[int] = set()
-        self._committing = self._committed = False
-        self.stored = 0
-
-    def layer(self, number: int, event: Event | None = None) -> None:
-        """The layer is written in all blocks, or will be when ``event`` is done. Waits for nobody.
-
-        Blocks must stay as they are until :meth:`wait_layer` or :meth:`wait` has said so, or :meth:`cancel`
-        has returned. Given again, or after the end, it changes nothing.
-
-        Raises:
-            IndexError: If there is no such layer.
-        """
-        count = len(self.registration.plan.layers)
-        if not 0 <= number < count:
-            raise IndexError(f"{self!r} has no layer {number}")
-        self._give([number], event)
-
-    def all_layers(self, event: Event | None = None) -> None:
-        """:meth:`layer` of those that were not given yet."""
-        self._give(range(len(self.registration.plan.layers)), event)
-
-    def _give(self, numbers: Sequence[int], event: Event | None) -> None:
-        with self._cond:
-            new = [number for number in numbers if number not in self._given]
-            if not new or self._over or self._ending:
-                return
-            self._given.update(new)
-            self._pieces.extend(_Piece(layers, event) for layers in self._together(new))
-        self._mover.wake()
-
-    def failed_blocks(self) -> tuple[int, ...]:
-        """All of them if it has failed, else none: blocks are published together or not at all."""
-        return self.block_ids if self._over and not self._committed else ()
-
-    def begin(self) -> None:
-        """Ask for slots; nothing waits for them."""
-        self._mover.ask(self._reserve)
-
-    def _reserve(self) -> None:
-        if self._over or self._ending:
-            return
-        namespace = self.registration.namespace
-        limit = min(self.deadline, time.monotonic() + _RESERVE_S)
-        try:
-            lease = namespace.reserve(self._keys, parent=self._parent, deadline=limit)
-        except KVFerryError as error:
-            self.fail(error)
-            return
-        try:
-            places = dict(zip(self._keys, self.block_ids, strict=True))
-            lease.mark_lossy(range(len(lease)) if self._lossy else ())
-            views = [lease.view(index) for index in range(len(lease))]
-            pages = [places[key] for key in lease.keys]
-            transfer = Transfer(self.registration.plan, pages, views, to_pages=False)
-        except KVFerryError as error:
-            lease.abort()
-            self.fail(error)
-            return
-        with self._cond:
-            late = self._over or self._ending
-            if not late:
-                self._lease, self._transfer = lease, transfer
-                self._watch_lease(lease)
-        if late:
-            lease.abort()
-        self._mover.wake()
-
-    def _landed(self, piece: _Piece) -> None:
-        with self._cond:
-            self.nbytes += self._nbytes_of(piece)
-            self._layers_done.update(piece.layers)
-            self._cond.notify_all()
-
-    def _when_idle(self) -> float | None:
-        all_read = len(self._layers_done) == len(self.registration.plan.layers)
-        with self._cond:
-            if self._lease is None or not all_read or self._committing or self._ending:
-                return LATER
-            self._committing = True
-        self._mover.ask(self._commit)
-        return LATER
-
-    def _is_past_region(self) -> bool:
-        return self._committing
-
-    def _commit(self) -> None:
-        assert self._lease is not None
-        try:
-            self.stored = self.registration.commit(self._lease, self.deadline)
-            self._committed = True
-        except KVFerryError as error:
-            self.error = error
-        with self._cond:
-            self._claimed = True
-        self._finish()
-
-    def _give_up_lease(self) -> None:
-        if self._lease is not None and not self._committed:
-            self._lease.abort()
-
-    def _lease_to_renew(self) -> Lease | None:
-        return None if self._committing else self._lease
-
-    def _renewal_failed(self, error: KVFerryError) -> None:
-        self.fail(error)
+        """Its lease could not be renewed."""

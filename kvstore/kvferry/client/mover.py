@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvferry.client.jobs import Job, LoadJob
+from kvferry.client.jobs import Job
+from kvferry.client.load_job import LoadJob
 from kvferry.client.registration import Registration
 from kvferry.core.blockstore import Completion, Namespace
 from kvferry.core.clock import deadline_in, time_left

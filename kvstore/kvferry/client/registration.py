@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.client.jobs import Job, LoadJob, SaveJob
+from kvferry.client.jobs import Job
 from kvferry.client.leases import ClientWriteLease
+from kvferry.client.load_job import LoadJob
+from kvferry.client.save_job import SaveJob
 from kvferry.core.blockstore import Namespace, ReadLease, WriteLease
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.keys import BlockKey, require_keys

@@ -3,11 +3,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvferry.client import jobs
 from kvferry.core.config_sources import load_config
 from kvferry.daemon import Daemon
+from kvferry.testing.paged_engine import FakeDevice, Setting
 
 Start = Callable[..., Daemon]
 
@@ -25,3 +28,22 @@ def start(tmp_path: Path) -> Iterator[Start]:
             return daemon
 
         yield start
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    monkeypatch.setattr(jobs, "_TOGETHER_NBYTES", 0)  # each layer is a copy of its own
+    return FakeDevice()
+
+
+@pytest.fixture
+def setting(start: Start) -> Iterator[Callable[..., Setting]]:
+    made: list[Setting] = []
+
+    def make(*settings: str, **more: Any) -> Setting:
+        made.append(Setting(start, *settings, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.client.close()

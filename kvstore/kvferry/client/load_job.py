@@ -1,0 +1,98 @@
+"""Blocks of a read lease on their way into the paged memory of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvferry.client.jobs import LATER, NOW, Job, Piece
+from kvferry.core.blockstore import Lease, ReadLease
+from kvferry.core.errors import KVFerryError, LeaseExpiredError
+from kvferry.core.paged_copy import Event, Transfer
+
+if TYPE_CHECKING:
+    from kvferry.client.registration import Registration
+
+__all__ = ["LoadJob"]
+
+_PIECE_NBYTES: Final = 8 << 20
+
+
+class LoadJob(Job):
+    """Blocks of a read lease on their way into the engine's blocks; made by :meth:`Registration.load`.
+
+    A layer counts as done when its bytes are in place and the lease has said that they were right to the
+    end. Blocks behind those that the lease has are misses: they have failed from the start.
+
+    Attributes:
+        lossy: Whether a block of it has lost something; what is computed behind it has then too.
+    """
+
+    kind = "load"
+
+    def __init__(
+        self, registration: Registration, name: str, lease: ReadLease, block_ids: Sequence[int], *,
+        first: int, order: str, after: Event | None, deadline: float,
+    ) -> None:  # fmt: skip
+        super().__init__(registration, name, block_ids, deadline)
+        self._lease = lease
+        self._held = len(lease) - first
+        self.lossy = any(index >= first for index in lease.lossy)
+        self._blocks_done = 0
+        plan = registration.plan
+        views = [lease.view(first + index) for index in range(self._held)]
+        self._transfer = Transfer(plan, self.block_ids[: self._held], views, to_pages=True)
+        self.order = order
+        if order == "layer":
+            self._pieces.extend(Piece(layers, after) for layers in self._together(range(len(plan.layers))))
+        else:
+            step = max(1, _PIECE_NBYTES // max(1, plan.spec.block_nbytes))
+            layers = range(len(plan.layers))
+            for at in range(0, self._held, step):
+                self._pieces.append(Piece(layers, after, at, min(step, self._held - at)))
+        if not self._held:
+            self._pieces.clear()
+        self._watch_lease(lease)
+
+    def failed_blocks(self) -> tuple[int, ...]:
+        """Blocks that are to be computed: those that missed and, once it is over, what was not loaded whole.
+
+        What layers of theirs have been loaded is right all the same, where :meth:`wait_layer` said so.
+        """
+        return self.block_ids[self._blocks_done if self._over else self._held :]
+
+    def _landed(self, piece: Piece) -> None:
+        self._lease.check()
+        with self._cond:
+            self.nbytes += self._nbytes_of(piece)
+            if self.order == "layer":
+                self._layers_done.update(piece.layers)
+                if len(self._layers_done) == len(self.registration.plan.layers):
+                    self._blocks_done = self._held
+            else:
+                self._blocks_done = piece.first + (piece.blocks or 0)
+                if self._blocks_done == self._held:
+                    self._layers_done.update(piece.layers)
+            self._cond.notify_all()
+
+    def _is_past_region(self) -> bool:
+        return len(self._layers_done) == len(self.registration.plan.layers)
+
+    def _when_idle(self) -> float | None:
+        with self._cond:
+            if self._claimed:
+                return LATER
+            self._claimed = True
+        self._finish()
+        return NOW
+
+    def _give_up_lease(self) -> None:
+        with contextlib.suppress(LeaseExpiredError):  # each piece was checked after it was read
+            self._lease.release()
+
+    def _lease_to_renew(self) -> Lease | None:
+        return self._lease
+
+    def _renewal_failed(self, error: KVFerryError) -> None:
+        """What is read is checked anyhow."""
