@@ -183,7 +183,8 @@ def reader_before_the_kernel() -> None:
     acquire = PoolSpace.acquire
 
     def mutated(self: PoolSpace, keys: Any, **options: Any) -> Any:
-        return acquire(self, keys, **(options | {"stream": _NoStream()}))
+        options["stream"] = _NoStream()
+        return acquire(self, keys, **options)
 
     PoolSpace.acquire = mutated  # type: ignore[method-assign]
 
@@ -193,7 +194,8 @@ def kernel_before_the_reader() -> None:
     allocate = DevicePool.allocate
 
     def mutated(self: DevicePool, count: int, **options: Any) -> Any:
-        return allocate(self, count, **(options | {"stream": _NoStream()}))
+        options["stream"] = _NoStream()
+        return allocate(self, count, **options)
 
     DevicePool.allocate = mutated  # type: ignore[method-assign]
 
