@@ -216,6 +216,10 @@ class KVConfig(Section):
     num_blocks: int | None = Field(
         default=None, ge=1, le=2**31, description="Blocks of paged KV; from kv.memory if none."
     )
+    keep_prefixes: bool = Field(
+        default=False,
+        description="Keep prompts in paged KV after their requests, shared with those that follow.",
+    )
 
 
 class PrefillConfig(Section):

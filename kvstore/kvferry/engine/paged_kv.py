@@ -8,15 +8,17 @@ Rows of a page behind the end of its sequence hold whatever was there before; no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence as Row
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import torch
 
 from kvferry.core.arena import available_memory
 from kvferry.core.buffers import Buf, ByteArray, as_bytes_view, copy_into
-from kvferry.core.errors import CapacityError, ConfigError
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import CapacityError, ConfigError, DeviceError
 from kvferry.core.spec import SLICE_ALIGNMENT, DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.device.cpu import CpuDevice, HostBytes
 from kvferry.store.device import DevicePool, PoolOptions, PoolSpace
@@ -31,6 +33,7 @@ __all__ = ["PagedKV", "Sequence"]
 
 
 _ON_HOST = PoolOptions()
+_FLUSH_S: Final = 5.0
 
 
 class PagedKV:
@@ -124,7 +127,10 @@ class PagedKV:
         return self.pool.available_blocks
 
     def close(self) -> None:
-        """End the pool's threads; blocks that were not copied down are lost."""
+        """Copy down what is kept, as far as a few seconds go, and end the pool's threads."""
+        if self.keeps_prefixes:
+            with contextlib.suppress(DeviceError):
+                self.pool.flush(deadline=deadline_in(_FLUSH_S))
         self.pool.close()
 
     def space(self, namespace: Namespace) -> PoolSpace:

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.clock import deadline_in
 from kvferry.core.config import Config
 from kvferry.core.config_sources import load_config
 from kvferry.core.errors import ConfigError, UnsupportedModelError
 from kvferry.engine.model_folder import resolve_model_folder
+from kvferry.engine.prefill import prefill
 from kvferry.engine.tiny import make_tiny
 from kvferry.engine.workers.common import load_engine
+from kvferry.testing.blocks import wait_until
 from kvferry.testing.processes import Command
+from kvferry.wire.messages import SamplingParams
 
 
 def config(path: Path | None, **values: Any) -> Config:
@@ -55,6 +59,23 @@ def test_the_limit_is_the_least_of_model_and_memory(tiny: Path, caplog: pytest.L
     assert large.max_model_len == 256
     for engine in (small, large):
         engine.store.close()
+
+
+def test_prompts_that_are_kept_are_shared_and_stored(tiny: Path) -> None:
+    engine = load_engine(config(tiny, kv__keep_prefixes=True))
+    namespace, tokens = engine.store.namespace(engine.spec), list(range(40))
+    sampling, soon = SamplingParams(max_tokens=1), deadline_in(60)
+    first = prefill(engine.model, engine.kv, tokens, sampling, namespace=namespace, deadline=soon)
+    wait_until(lambda: namespace.lookup(namespace.keys(tokens)).prefix == 2, 20)
+    namespace.clear()
+    second = prefill(engine.model, engine.kv, tokens, sampling, namespace=namespace, deadline=soon)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 32)
+    assert second.first_token == first.first_token
+    assert second.sequence.blocks[:2] == first.sequence.blocks[:2]
+    for result in (first, second):
+        result.sequence.release()
+    engine.kv.close()
+    engine.store.close()
 
 
 def test_a_limit_that_does_not_fit_is_refused(tiny: Path) -> None:

@@ -27,6 +27,7 @@ from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.process import listening, require_loopback
 from kvferry.engine.weights import load_model, revision
 from kvferry.store import open_store
+from kvferry.store.device import PoolOptions
 from kvferry.streaming import STREAM_CAPABILITIES, STREAM_WINDOWS, StreamCodec, codec_capabilities
 from kvferry.transports import RegionTransport, recent_choices, region_registry
 from kvferry.transports import registry as transports
@@ -192,7 +193,14 @@ def _paged_kv(config: Config, model: Model) -> PagedKV:
     num_blocks = config.kv.num_blocks or config.kv.memory // one
     if num_blocks < 1:
         raise ConfigError(f"kv.memory is {config.kv.memory} bytes, one block of this model needs {one}")
-    return PagedKV(shape, num_blocks=num_blocks, block_tokens=block_tokens, dtype=model.dtype)
+    return PagedKV(
+        shape,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        dtype=model.dtype,
+        keep_prefixes=config.kv.keep_prefixes,
+        options=PoolOptions(write="commit"),  # others of the store wait for them
+    )
 
 
 def _max_model_len(config: Config, shape: ModelConfig, kv: PagedKV) -> int:

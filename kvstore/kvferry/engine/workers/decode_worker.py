@@ -124,6 +124,7 @@ class DecodeWorker:
         if self._regions is not None:
             self._regions.close()
         self._streams.close()
+        self._engine.kv.close()
         self._engine.store.close()
 
     # ---- ports -----------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class PrefillWorker:
         self._pools.close()
         if self._regions is not None:
             self._regions.close()
+        self._engine.kv.close()
         self._engine.store.close()
 
     # ---- port ------------------------------------------------------------------------------------
