@@ -16,6 +16,7 @@ from kvferry.device.cpu import CpuDevice
 from kvferry.device.registry import open_device
 from kvferry.store.device import DeviceTier, DeviceTierOptions
 from kvferry.store.tier import ReadOutcome, Tier, TierNamespace, WriteOutcome
+from kvferry.testing.blocks import wait_until
 from kvferry.testing.gated_device import GatedDevice
 from kvferry.testing.tiers import TierSuite
 from kvferry.testing.tiers_common import (
@@ -133,7 +134,7 @@ class TestSim(_DeviceTierSuite):
         write(tier, namespace, keys)
         device = self._made[-1]
         device.fail(RuntimeError("an illegal memory access"))
-        device.current_stream().join(1)
+        wait_until(lambda: bool(device.errors), 20)
         results = read(tier, namespace, keys)
         assert {result.outcome for result in results} == {ReadOutcome.FAILED}
         assert "illegal memory access" in results[0].reason

@@ -23,11 +23,12 @@ class GatedDevice(SimDevice):
         inward: Of those to the device.
         compute: Of what :meth:`hold_compute` was called before.
         allocations: How many.
+        held_out: Copies to the host that were begun at a closed gate.
     """
 
     def __init__(self, total_nbytes: int = 1 << 24) -> None:
         self.out, self.inward, self.compute = (threading.Event() for _ in range(3))
-        self.allocations = 0
+        self.allocations = self.held_out = 0
         self.open_all()
         super().__init__(total_nbytes=total_nbytes)
 
@@ -47,6 +48,7 @@ class GatedDevice(SimDevice):
         gate = self.out if isinstance(dst, HostBytes) else self.inward
         if not gate.is_set():
             stream.push(_passing(gate))
+            self.held_out += gate is self.out
         super().copy(dst, src, stream)
 
     def hold_compute(self) -> None:

@@ -305,6 +305,7 @@ def test_a_removed_block_lives_until_its_last_holder_and_its_copy(
     device.out.clear()
     with pytest.raises(CapacityError):
         pool.allocate(1, deadline=time.monotonic())
+    wait_until(lambda: device.held_out > 0, 20)  # one that was not begun would not be made any more
     assert space.remove(keys) == 1
     with pytest.raises(CapacityError):  # the copy still reads it
         pool.allocate(1, deadline=time.monotonic() + _A_WHILE_S)
@@ -375,6 +376,7 @@ def test_a_dead_device_fails_everything_with_the_cause(
     thread.start()
     wait_until(lambda: pool.stats().leaving_blocks == 1, 20)
     device.fail(RuntimeError("an illegal memory access"))
+    wait_until(lambda: bool(device.errors), 20)
     device.out.set()
     thread.join(60)
     assert not thread.is_alive()
