@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.device.base import Device
 from kvferry.device.cpu import CpuDevice
 from kvferry.device.registry import open_device
+from kvferry.device.tickets import CopyTicket
 from kvferry.store.device import DeviceTier, DeviceTierOptions
 from kvferry.store.tier import ReadOutcome, Tier, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import wait_until
@@ -99,14 +101,24 @@ class TestSim(_DeviceTierSuite):
         return self._made[-1]
 
     @contextmanager
-    def _stalled(self, device: GatedDevice) -> Iterator[None]:
+    def _stalled(self, tier: DeviceTier, device: GatedDevice) -> Iterator[None]:
+        """The first read asked for is in the device's hands, however busy this machine is."""
+        ask, stream, first = tier.engine.copy_out, device.new_stream(), [True]
+
+        def copy_out(*args: Any, **options: Any) -> CopyTicket:
+            ticket = ask(*args, **options)
+            if first and first.pop():
+                ticket.order(stream, deadline_in(20))  # waits until it is queued
+            return ticket
+
         device.out.clear()
-        yield
+        with patch.object(tier.engine, "copy_out", copy_out):
+            yield
         device.out.set()
 
     def stalled(self, tier: DeviceTier) -> AbstractContextManager[object]:
         assert isinstance(tier.device, GatedDevice)
-        return self._stalled(tier.device)
+        return self._stalled(tier, tier.device)
 
     def test_a_page_is_nobodys_while_its_block_is_read(self, tier: Tier, namespace: TierNamespace) -> None:
         """Not even when the reader left at his deadline: what is written next goes elsewhere."""
