@@ -47,9 +47,10 @@ class ShortWay:
             ``None`` if nothing was taken; or another code.
         hand_over: For the long way: bytes of the head of the frame whose payload is due, 0 if none is, and
             bytes in the place for what is received ahead.
+        looked: How many waits for a frame began with a look, as ``spin`` of an address allows.
     """
 
-    __slots__ = ("_connection", "hand_over", "progress", "receive", "receive_payload", "send")
+    __slots__ = ("_connection", "hand_over", "looked", "progress", "receive", "receive_payload", "send")
 
     def __init__(self, connection: HashedSocketConnection, functions: tuple[Any, ...]) -> None:
         self._connection = connection
@@ -58,6 +59,7 @@ class ShortWay:
         self.receive_payload: Callable[[Sequence[memoryview], float], int | None] = functions[2]
         self.hand_over: Callable[[], tuple[int, int]] = functions[3]
         self.progress: Callable[[], tuple[int, int]] = functions[4]
+        self.looked: Callable[[], int] = functions[5]
 
     @classmethod
     def of(cls, connection: object, protocol: WireProtocol, place: memoryview) -> ShortWay | None:
@@ -82,7 +84,7 @@ class ShortWay:
             (
                 *(tuple(lanes), *protocol.kinds, PAYLOAD_TYPES, encode_message, decode_message),
                 *(place, positions, stripe, first.receive_flags, protocol.flags),
-                *(limits.max_meta_nbytes, limits.max_payload_nbytes),
+                *(limits.max_meta_nbytes, limits.max_payload_nbytes, round(first.spin_s * 1e9)),
             )
         )
         return None if functions is None else cls(first, functions)

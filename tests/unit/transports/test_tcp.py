@@ -28,6 +28,7 @@ from kvferry.core.errors import (
 from kvferry.testing.threads import Blocked
 from kvferry.transports import connect, ip, listen, streams, tcp
 from kvferry.transports.base import Connection, Listener
+from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.sockets import GuardedSocket, SocketConnection
 
 LOCAL = "tcp://127.0.0.1:0"
@@ -238,6 +239,19 @@ def test_malformed_rate(rate: str) -> None:
 def test_misspelt_option() -> None:
     with pytest.raises(ConfigError, match="did you mean rate"):
         listen(f"{LOCAL}?raet=1")
+
+
+@pytest.mark.parametrize("spin", ["quick", "11ms", "-1us"])
+def test_malformed_spin(spin: str) -> None:
+    with pytest.raises(ConfigError, match=r"spin|time") as caught:
+        listen(f"{LOCAL}?spin={spin}")
+    assert f"spin={spin}" in str(caught.value)
+
+
+def test_spin_is_part_of_the_address() -> None:
+    with connected(f"{LOCAL}?spin=20us") as pair:
+        assert [one.spin_s for one in pair if isinstance(one, HashedSocketConnection)] == [20e-6] * 2
+        assert "spin=20us" in pair[0].peer_address
 
 
 def test_rate_is_part_of_the_address() -> None:

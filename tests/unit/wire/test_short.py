@@ -59,6 +59,35 @@ def test_a_connection_that_was_closed_meanwhile_has_none(two: tuple[Channel, Cha
     assert two[0]._short is None
 
 
+@pytest.mark.parametrize("kind", ["tcp", "lanes"])
+def test_who_waits_looks_first_where_frames_come_fast(pair: Any, kind: str) -> None:
+    client, server = pair(kind)
+    for lane in getattr(server._connection, "bare_lanes", (server._connection,)):
+        assert lane.spin_s == 100e-6
+        lane.spin_s = 30.0  # so that every wait of a slow machine is short
+    server._open()
+    until = deadline_in(20)  # nobody looks for up to some seconds where others want the processor
+    frames = 0
+    while not server._short.looked():
+        client.send(m.LayerAck(count=frames), deadline=until)
+        received = server.receive(until)
+        assert received.message == m.LayerAck(count=frames)
+        frames += 1
+    assert frames > 1, "it looked before it knew that frames come fast"
+
+
+def test_who_is_not_to_look_does_not(pair: Any) -> None:
+    for kind in ("unix", "tcp"):
+        client, server = pair(kind)
+        if kind == "tcp":
+            server._connection.spin_s = 0.0
+        server._open()
+        for number in range(20):
+            client.send(m.LayerAck(count=number), deadline=deadline_in(20))
+            assert server.receive(deadline_in(20)).message == m.LayerAck(count=number)
+        assert server._short.looked() == 0
+
+
 @pytest.mark.parametrize("kind", ["tcp", "unix", "lanes", "small stripes"])
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("long", ["", "client", "server"])

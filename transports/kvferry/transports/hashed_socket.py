@@ -21,7 +21,12 @@ _ALL: Final = int(socket.MSG_WAITALL)
 
 
 class HashedSocketConnection(SocketConnection):
-    """As :class:`SocketConnection`; without the library, and at a rate, it does what any connection does."""
+    """As :class:`SocketConnection`; without the library, and at a rate, it does what any connection does.
+
+    Attributes:
+        spin_s: How long the short ways of a channel look for the next message before they sleep, while
+            messages come that fast (:mod:`kvferry.transports.spin`); 0: never.
+    """
 
     receive_flags = _ALL
     """Of the system call that receives."""
@@ -29,9 +34,16 @@ class HashedSocketConnection(SocketConnection):
     """Whether to receive is to call the socket, and nothing else."""
 
     def __init__(
-        self, sock: socket.socket, *, local_address: str, peer_address: str, rate: float | None = None
+        self,
+        sock: socket.socket,
+        *,
+        local_address: str,
+        peer_address: str,
+        rate: float | None = None,
+        spin_s: float = 0.0,
     ) -> None:
         super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=rate)
+        self.spin_s = spin_s
         self._outgoing: HashedStream | None = None  # made when first used: most lanes never do
         self._incoming: HashedStream | None = None
 

@@ -1,9 +1,10 @@
-"""The ``tcp`` transport, IPv4 and IPv6: ``tcp://host:port?rate=1GB/s&lanes=4``.
+"""The ``tcp`` transport, IPv4 and IPv6: ``tcp://host:port?rate=1GB/s&lanes=4&spin=50us``.
 
 ``rate`` limits what each connection sends, all its lanes together. ``lanes`` is the number of sockets that
 one connection has. A listener puts both into its address, so that who dials the address sends at that rate
 too, as over a link that is that fast in both directions, and over as many lanes. A listener with lanes takes
-connections of any number of them.
+connections of any number of them. ``spin`` is how long to look for the next message before sleeping, while
+messages come that fast.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import (
@@ -38,10 +39,19 @@ from kvferry.transports.lanes import (
     wait_for_any,
 )
 from kvferry.transports.sockets import GuardedSocket, SocketConnection, poll_timeout_ms
+from kvferry.transports.spin import DEFAULT_SPIN_S, parse_spin
 
 __all__ = ["TcpListener", "TcpTransport"]
 
-_OPTIONS: Final = ("rate", "lanes")
+_OPTIONS: Final = ("rate", "lanes", "spin")
+
+
+class _Settings(NamedTuple):
+    """What the options of an address say."""
+
+    rate: float | None
+    lanes: int
+    spin_s: float
 
 
 class TcpTransport(Transport):
@@ -54,13 +64,14 @@ class TcpTransport(Transport):
 
         The look-up of a name itself is the system's and cannot be cut short; numeric hosts need none.
         """
-        parsed, rate, lanes = _parse(address)
+        parsed, settings = _parse(address)
+        rate, lanes, spin_s = settings
         if lanes == 1:
-            return _connection(dial(parsed, deadline), parsed.url, rate)
+            return _connection(dial(parsed, deadline), parsed.url, rate, spin_s)
         made: list[SocketConnection] = []
         try:
             for preamble in preambles(lanes):
-                made.append(_connection(dial(parsed, deadline), parsed.url, None))
+                made.append(_connection(dial(parsed, deadline), parsed.url, None, spin_s))
                 made[-1].send([preamble], deadline)
         except BaseException as error:
             for one in made:
@@ -72,20 +83,20 @@ class TcpTransport(Transport):
 
     def listen(self, address: str) -> TcpListener:
         """Listen on the first address of the host that can be bound."""
-        parsed, rate, lanes = _parse(address)
-        return TcpListener(bind(parsed), parsed, rate, lanes)
+        parsed, settings = _parse(address)
+        return TcpListener(bind(parsed), parsed, settings)
 
 
 class TcpListener(Listener):
     """A listening socket. Any thread may accept or close."""
 
-    def __init__(self, sock: socket.socket, asked: Address, rate: float | None, lanes: int = 1) -> None:
+    def __init__(self, sock: socket.socket, asked: Address, settings: _Settings) -> None:
         sock.setblocking(False)
         self._guard = GuardedSocket(sock)
-        self._rate = rate
+        self._settings = settings
         self._address: Final = dialable_address(sock, asked)
         self._name = f"the listener on {self._address}"
-        self._assembler = LaneAssembler() if lanes > 1 else None
+        self._assembler = LaneAssembler() if settings.lanes > 1 else None
         self._turn = threading.Lock()
         self._ready: deque[Laned] = deque()
 
@@ -102,7 +113,7 @@ class TcpListener(Listener):
         self._guard.enter(self._name)
         try:
             if self._assembler is None:
-                return _accepted(Laned([self._accept(deadline)]), self._rate)
+                return _accepted(Laned([self._accept(deadline)]), self._settings)
             return self._accept_lanes(self._assembler, deadline)
         finally:
             self._guard.leave()
@@ -150,7 +161,7 @@ class TcpListener(Listener):
                         self._ready.extend(assembler.look(fd))
                     elif (taken := self._take()) is not None:
                         self._ready.extend(assembler.add(*taken, time.monotonic()))
-            return _accepted(self._ready.popleft(), self._rate)
+            return _accepted(self._ready.popleft(), self._settings)
         finally:
             self._turn.release()
 
@@ -181,37 +192,42 @@ class TcpListener(Listener):
                 self._ready.clear()
 
 
-def _parse(address: str) -> tuple[Address, float | None, int]:
+def _parse(address: str) -> tuple[Address, _Settings]:
     parsed = parse_url(address, options=_OPTIONS)
     if parsed.scheme != "tcp":
         raise ConfigError(f"address {address!r}: is not a tcp address")
-    rate = parsed.options.get("rate")
+    options = parsed.options
     try:
-        lanes = parse_lanes(parsed.options.get("lanes", "1"))
-        return parsed, parse_rate(rate) if rate is not None else None, lanes
+        lanes = parse_lanes(options.get("lanes", "1"))
+        spin_s = parse_spin(options["spin"]) if "spin" in options else DEFAULT_SPIN_S
+        rate = parse_rate(options["rate"]) if "rate" in options else None
+        return parsed, _Settings(rate, lanes, spin_s)
     except ConfigError as error:
         raise ConfigError(f"address {address!r}: {error}") from error
 
 
-def _connection(sock: socket.socket, peer_url: str, rate: float | None) -> SocketConnection:
+def _connection(sock: socket.socket, peer_url: str, rate: float | None, spin_s: float) -> SocketConnection:
     try:
         tune(sock)
         local = url_of("tcp", sock.getsockname())
-        return HashedSocketConnection(sock, local_address=local, peer_address=peer_url, rate=rate)
+        return HashedSocketConnection(
+            sock, local_address=local, peer_address=peer_url, rate=rate, spin_s=spin_s
+        )
     except BaseException:
         sock.close()
         raise
 
 
-def _accepted(laned: Laned, rate: float | None) -> Connection:
+def _accepted(laned: Laned, settings: _Settings) -> Connection:
     made: list[SocketConnection] = []
     alone = len(laned.sockets) == 1
+    rate = settings.rate if alone else None
     try:
         for sock, sockaddr in laned.sockets:
-            made.append(_connection(sock, url_of("tcp", sockaddr), rate if alone else None))
+            made.append(_connection(sock, url_of("tcp", sockaddr), rate, settings.spin_s))
     except OSError as error:
         for sock, _ in laned.sockets:
             with suppress(OSError):
                 sock.close()
         raise TransportError(f"a connection ended while it was accepted: {reason_of(error)}") from error
-    return made[0] if alone else LaneConnection(made, rate=rate)
+    return made[0] if alone else LaneConnection(made, rate=settings.rate)

@@ -71,7 +71,14 @@ class TlsTransport(Transport):
         try:
             _shake_hands(sock, session, f"cannot connect to {url}", deadline)
             local = url_of("tls", sock.getsockname())
-            return TlsConnection(sock, session, local_address=local, peer_address=url, rate=parsed.rate)
+            return TlsConnection(
+                sock,
+                session,
+                local_address=local,
+                peer_address=url,
+                rate=parsed.rate,
+                spin_s=parsed.spin_s,
+            )
         except OSError as error:
             sock.close()
             raise ConnectError(
@@ -133,6 +140,7 @@ class TlsListener(Listener):
         sock.setblocking(False)
         self._guard = GuardedSocket(sock)
         self._rate = asked.rate
+        self._spin_s = asked.spin_s
         self._context = context
         self._address: Final = dialable_address(sock, asked.address)
         self._name = f"the listener on {self._address}"
@@ -295,6 +303,7 @@ class TlsListener(Listener):
             local_address=url_of("tls", handshake.sock.getsockname()),
             peer_address=url_of("tls", handshake.sockaddr),
             rate=self._rate,
+            spin_s=self._spin_s,
         )
         with self._condition:
             self._ready.append(connection)

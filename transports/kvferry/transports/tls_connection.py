@@ -8,26 +8,27 @@ received many at a time.
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, cast
-
-from typing_extensions import Buffer
 
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
 from kvferry.core.errors import ConnectionClosedError, KVFerryError
 from kvferry.transports.sockets import SocketConnection
+from kvferry.transports.spin import Look
 from kvferry.transports.streams import StreamConnection
 from kvferry.transports.tls_context import TlsSession, stream_error
 
 __all__ = ["TlsConnection"]
 
 _RECORD_NBYTES: Final = 16 << 10  # what one record holds at most
-_BATCH_RECORDS: Final = 4
+_BATCH_NBYTES: Final = 4 * _RECORD_NBYTES
 _ALONE_NBYTES: Final = 8 << 10  # from here on a part has records of its own: copying it costs more
 _SCRATCH_NBYTES: Final = 256 << 10
 _LAST_WORDS_S: Final = 0.25
@@ -44,6 +45,7 @@ class TlsConnection(SocketConnection):
         local_address: URL of this end.
         peer_address: URL of the other end.
         rate: Bytes a second at which it sends, before encryption; ``None`` for as fast as it goes.
+        spin_s: How long to look for bytes before sleeping, while they come that fast; 0: never.
     """
 
     def __init__(
@@ -54,9 +56,15 @@ class TlsConnection(SocketConnection):
         local_address: str,
         peer_address: str,
         rate: float | None = None,
+        spin_s: float = 0.0,
     ) -> None:
         super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=rate)
         self._session = session
+        looks = select.poll()  # one of its own: another thread may be in wait_readable
+        looks.register(sock, select.POLLIN)
+        self._is_there = partial(looks.poll, 0)
+        self._look = Look(spin_s)  # for the first bytes of a message,
+        self._look_on = Look(spin_s)  # and for more of them
         self._lock = threading.Lock()  # around every call of the session
         self._sending = threading.Lock()  # records leave in the order in which they were made
         self._receiving = threading.Lock()  # and are taken in the order in which they came
@@ -107,13 +115,15 @@ class TlsConnection(SocketConnection):
             raise self._failed(error, "sending") from error
         return sent < len(data) and super()._send_all([memoryview(data)[sent:]], deadline, waits=True)
 
-    def _encrypt(self, records: list[Buffer]) -> bytes:
+    def _encrypt(self, pieces: list[memoryview]) -> bytes:
         session = self._session
         write = session.tls.write
         with self._lock:
             try:
-                for record in records:
-                    write(record)  # whole, since it fits into a record and nothing waits
+                for piece in pieces:
+                    done = write(piece)  # all of it, since nothing waits; or a record, with another library
+                    while done < len(piece):
+                        done += write(piece[done:])
             except ssl.SSLError as error:
                 raise self._end_of_session(error, "sending") from error
             return session.outgoing.read()
@@ -143,7 +153,7 @@ class TlsConnection(SocketConnection):
                 raise self._timed_out("receiving")
             with self._receiving:
                 for view in views:
-                    self._fill(view, len(view), deadline, got, wanted)
+                    self._fill(view, len(view), deadline, got, wanted, self._look_on)
                     got += len(view)
         finally:
             self._guard.leave()
@@ -155,11 +165,13 @@ class TlsConnection(SocketConnection):
             if time.monotonic() >= deadline:
                 raise self._timed_out("receiving")
             with self._receiving:
-                return self._fill(view, minimum, deadline, 0, minimum)
+                return self._fill(view, minimum, deadline, 0, minimum, self._look)
         finally:
             self._guard.leave()
 
-    def _fill(self, view: memoryview, minimum: int, deadline: float, before: int, total: int) -> int:
+    def _fill(
+        self, view: memoryview, minimum: int, deadline: float, before: int, total: int, look: Look
+    ) -> int:
         """Take ``minimum`` bytes or more into ``view``; how many."""
         got = self._take_held(view) if self._held else 0
         while got < minimum:
@@ -170,7 +182,7 @@ class TlsConnection(SocketConnection):
             if self._over or self._guard.closed:
                 why = "was closed here" if self._guard.closed else self._over
                 raise ConnectionClosedError(f"{self._name} {why} after {before + got} of {total} bytes")
-            self._pull(deadline, before + got, total)
+            self._pull(deadline, before + got, total, look)
         return got
 
     def _take_held(self, view: memoryview) -> int:
@@ -206,10 +218,16 @@ class TlsConnection(SocketConnection):
             raise self._end_of_session(error, "receiving") from error
         return got
 
-    def _pull(self, deadline: float, got: int, total: int) -> None:
+    def _pull(self, deadline: float, got: int, total: int, look: Look | None) -> None:
         """Take what the peer sent into the session, after waiting for it."""
         doing = f"receiving, {got} of {total} bytes had come"
-        n = self._recv_some(self._scratches, deadline, doing, waits=True, all_of_it=False)
+        if look is None or not look.most_s:
+            n = self._recv_some(self._scratches, deadline, doing, waits=True, all_of_it=False)
+        else:
+            start = time.monotonic()
+            looked = look.look(self._is_there, start, deadline)
+            n = self._recv_some(self._scratches, deadline, doing, waits=True, all_of_it=False)
+            look.waited(time.monotonic() - start, looked=looked)
         with self._lock:
             if n == 0:
                 self._session.incoming.write_eof()
@@ -229,7 +247,7 @@ class TlsConnection(SocketConnection):
                 if not super().wait_readable(deadline):
                     return False
                 with self._receiving:
-                    self._pull(max(deadline, time.monotonic() + 1.0), 0, 1)
+                    self._pull(max(deadline, time.monotonic() + 1.0), 0, 1, None)
         finally:
             self._guard.leave()
 
@@ -268,40 +286,44 @@ class TlsConnection(SocketConnection):
         return stream_error(error, self._name)
 
 
-def _batches(views: list[memoryview]) -> Iterator[list[Buffer]]:
-    """``views`` as lists of records: large ones cut, small ones that follow each other joined.
+def _batches(views: list[memoryview]) -> Iterator[list[memoryview]]:
+    """``views`` as lists of what the session is given at once: small ones that follow each other joined.
 
-    The first list is one record and each next one twice as long, up to a limit: so the peer wakes, and
+    The first list fills one record and each next one twice as many, up to a limit: so the peer wakes, and
     decrypts what it has, while the rest is being encrypted.
     """
     if total_nbytes(views) <= _RECORD_NBYTES:
         if views:
-            yield [views[0] if len(views) == 1 else b"".join(views)]
+            yield [views[0] if len(views) == 1 else memoryview(b"".join(views))]
         return
-    batch: list[Buffer] = []
-    room = most = 1
-    for record in _records(views):
-        batch.append(record)
-        room -= 1
-        if not room:
-            yield batch
-            batch, most = [], min(2 * most, _BATCH_RECORDS)
-            room = most
+    batch: list[memoryview] = []
+    room = most = _RECORD_NBYTES
+    for piece, nbytes in _pieces(views):
+        start = 0
+        while start < nbytes:
+            n = min(room, nbytes - start)
+            batch.append(piece[start : start + n] if n < nbytes else piece)
+            start += n
+            room -= -(-n // _RECORD_NBYTES) * _RECORD_NBYTES  # each begins a record
+            if room <= 0:
+                yield batch
+                batch, most = [], min(2 * most, _BATCH_NBYTES)
+                room = most
     if batch:
         yield batch
 
 
-def _records(views: list[memoryview]) -> Iterator[Buffer]:
+def _pieces(views: list[memoryview]) -> Iterator[tuple[memoryview, int]]:
+    """``views``, small ones that follow each other joined to a record, and how many bytes each has."""
     small = bytearray()
     for view in views:
-        alone = len(view) >= _ALONE_NBYTES
-        if small and (alone or len(small) + len(view) > _RECORD_NBYTES):
-            yield small
+        nbytes = len(view)
+        if small and (nbytes >= _ALONE_NBYTES or len(small) + nbytes > _RECORD_NBYTES):
+            yield memoryview(small), len(small)
             small = bytearray()
-        if not alone:
+        if nbytes >= _ALONE_NBYTES:
+            yield view, nbytes
+        else:
             small += view
-            continue
-        for start in range(0, len(view), _RECORD_NBYTES):
-            yield view[start : start + _RECORD_NBYTES]
     if small:
-        yield small
+        yield memoryview(small), len(small)

@@ -11,10 +11,11 @@ from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import AuthError, ConfigError, ConnectError, TransportError
 from kvferry.core.units import parse_rate
 from kvferry.transports.ip import OUT_OF_FILES, reason_of
+from kvferry.transports.spin import DEFAULT_SPIN_S, parse_spin
 
 __all__ = ["TlsAddress", "TlsSession", "handshake_error", "stream_error"]
 
-_OPTIONS: Final = ("rate", "cert", "key", "ca", "client_ca", "server_name")
+_OPTIONS: Final = ("rate", "spin", "cert", "key", "ca", "client_ca", "server_name")
 _NO_TLS_1_3: Final = "the peer does not speak TLS 1.3, the only version that is accepted; update it"
 _CHANGED: Final = "bytes were changed on their way"
 _MEANINGS: Final = {
@@ -73,6 +74,7 @@ class TlsAddress:
     Attributes:
         address: As parsed.
         rate: Bytes a second, or ``None``.
+        spin_s: How long to look for bytes before sleeping, while they come that fast.
         cert: Path of our certificate with its chain (PEM). A listener needs one, who dials only where the
             listener has ``client_ca``.
         key: Path of its private key, not encrypted; the certificate's file where none is given.
@@ -85,6 +87,7 @@ class TlsAddress:
 
     address: Address
     rate: float | None
+    spin_s: float
     cert: str | None
     key: str | None
     ca: str | None
@@ -104,12 +107,13 @@ class TlsAddress:
         options = parsed.options
         try:
             rate = parse_rate(options["rate"]) if "rate" in options else None
+            spin_s = parse_spin(options["spin"]) if "spin" in options else DEFAULT_SPIN_S
         except ConfigError as error:
             raise ConfigError(f"address {text!r}: {error}") from error
         if "key" in options and "cert" not in options:
             raise ConfigError(f"address {text!r}: has a key without a cert that it belongs to")
         names = ("cert", "key", "ca", "client_ca", "server_name")
-        return cls(parsed, rate, *(options.get(name) for name in names))
+        return cls(parsed, rate, spin_s, *(options.get(name) for name in names))
 
     @property
     def expected_name(self) -> str:

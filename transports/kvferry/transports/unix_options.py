@@ -10,12 +10,12 @@ from typing import Final
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import ConfigError
-from kvferry.core.units import parse_rate, parse_seconds
+from kvferry.core.units import parse_rate
+from kvferry.transports.spin import parse_spin
 
 __all__ = ["UnixOptions", "parse_ids", "parse_unix", "peer_groups"]
 
 _OPTIONS: Final = ("rate", "spin", "allow_uid", "allow_gid")
-_MAX_SPIN_S: Final = 0.01
 _MAX_ID: Final = 2**32 - 2
 _SO_PEERGROUPS: Final = 59  # <asm-generic/socket.h>; not named by the socket module
 
@@ -66,15 +66,10 @@ def parse_unix(address: str) -> tuple[Address, UnixOptions]:
     options = parsed.options
     try:
         rate = parse_rate(options["rate"]) if "rate" in options else None
-        spin_s = parse_seconds(options.get("spin", "0"))
+        spin_s = parse_spin(options.get("spin", "0"))
         uids, gids = (parse_ids(name, options.get(name)) for name in ("allow_uid", "allow_gid"))
     except ConfigError as error:
         raise ConfigError(f"address {address!r}: {error}") from error
-    if spin_s > _MAX_SPIN_S:
-        raise ConfigError(
-            f"address {address!r}: spin is {spin_s:g} s, it is meant to be shorter than a wake-up takes "
-            f"(50us), and may be {_MAX_SPIN_S:g} s at most"
-        )
     return parsed, UnixOptions(rate, spin_s, uids, gids)
 
 

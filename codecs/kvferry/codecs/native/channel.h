@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "look.h"
 #include "python.h"
 #include "stream.h"
 
@@ -44,6 +45,7 @@ typedef struct {
     uint64_t pending;                            // bytes of that payload
     uint64_t max_meta, max_payload, progress[2]; // what an error is about: bytes moved and all, or two hashes
     uint64_t flags;                              // of every frame
+    kvc_look look;                               // before waiting for a frame
     int receive_flags;
     unsigned forks;
 } kvc_channel;
@@ -257,6 +259,25 @@ static ssize_t channel_read(const kvc_channel *c, const channel_lane *l, size_t 
     return n;
 }
 
+// As channel_read for the first bytes of a frame: waits for them, and looks for them before it sleeps if that is worth it.
+static ssize_t channel_first(kvc_channel *c, const channel_lane *l, size_t end, int flags) {
+    if (!c->look.most_ns) return channel_read(c, l, 0, end, flags);
+    const uint64_t start = look_now();
+    const int looks = look_begin(&c->look, start);
+    ssize_t n = -1;
+    int there = 0;
+    for (uint64_t now = start; looks && now - start < c->look.most_ns && !look_crowded(now); now = look_yield(now)) {
+        n = channel_read(c, l, 0, end, MSG_DONTWAIT);
+        there = n >= 0 || errno != EAGAIN;
+        if (there) break;
+    }
+    if (!there) n = channel_read(c, l, 0, end, flags);
+    const int error = errno;
+    look_end(&c->look, looks, look_now() - start);
+    errno = error;
+    return n;
+}
+
 // How many bytes the frame in `place` has up to its payload, with its trailer if there is no payload, with both if they
 // are few; 0 if it is for the long way, also as some of it is for the next lane. At least its header is there.
 static size_t channel_goal(const kvc_channel *c) {
@@ -274,7 +295,7 @@ static ssize_t channel_frame(kvc_channel *c, const channel_lane *l, int ahead) {
     if (goal > c->room) goal = (size_t)c->room;
     if (first > c->room) first = (size_t)c->room;
     c->have = 0;
-    for (ssize_t n = channel_read(c, l, 0, first, ahead ? 0 : MSG_WAITALL);; n = channel_read(c, l, c->have, goal, MSG_WAITALL)) {
+    for (ssize_t n = channel_first(c, l, first, ahead ? 0 : MSG_WAITALL);; n = channel_read(c, l, c->have, goal, MSG_WAITALL)) {
         if (n <= 0) return n;
         c->have += (size_t)n;
         if (c->have >= CHANNEL_HEADER) goal = channel_goal(c);
@@ -419,8 +440,8 @@ static void channel_destroy(PyObject *capsule) {
 
 static uint64_t channel_number(PyObject *of, ssize_t index) { return PyLong_AsUnsignedLongLong(PyTuple_GetItem(of, index)); }
 
-// From (lanes, kinds, numbers, carriers, encode, decode, place, positions, stripe, receive_flags, flags, max_meta, max_payload),
-// each lane as (guard, inside, connection, fd): the functions in `methods`, on one capsule, as a tuple.
+// From (lanes, kinds, numbers, carriers, encode, decode, place, positions, stripe, receive_flags, flags, max_meta, max_payload,
+// look_ns), each lane as (guard, inside, connection, fd): the functions in `methods`, on one capsule, as a tuple.
 static PyObject *channel_make(PyObject *of, PyMethodDef *methods, ssize_t count) {
     if (!channel_closed) {
         channel_closed = PyUnicode_InternFromString("closed");
@@ -453,6 +474,8 @@ static PyObject *channel_make(PyObject *of, PyMethodDef *methods, ssize_t count)
     c->flags = channel_number(of, 10);
     c->max_meta = channel_number(of, 11);
     c->max_payload = channel_number(of, 12);
+    c->look.most_ns = channel_number(of, 13);
+    c->look.last_ns = UINT64_MAX;
     c->usual = CHANNEL_HEADER;
     c->forks = channel_forks;
     c->held = of;

@@ -5,13 +5,13 @@
 #define KVC_STREAM_H
 
 #include <errno.h>
-#include <sched.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
 
 #include "hash.h"
+#include "look.h"
 
 enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 30000 };
 enum { STREAM_DONE = 0, STREAM_ENDED = -1, STREAM_STRAY = -2, STREAM_SHORT = -3 }; // else an errno; mirrored in hashed.py
@@ -76,16 +76,13 @@ static void stream_add_trailer(kvc_stream *s, struct iovec *window, int *number)
 // As recvmsg, which waits; but in the midst of a message it looks again for some microseconds first, while others may
 // run: the rest is often there sooner than a sleep and a wake-up take. `waited`: whether it waited in the kernel.
 static ssize_t stream_take(const kvc_stream *s, struct msghdr *message, int *waited) {
-    struct timespec start, now;
     *waited = 0;
     if (!(s->flags & MSG_DONTWAIT)) {
-        clock_gettime(CLOCK_MONOTONIC, &start);
-        do {
+        const uint64_t start = look_now();
+        for (uint64_t now = start; now - start < STREAM_LOOK_NS && !look_crowded(now); now = look_yield(now)) {
             const ssize_t got = recvmsg(s->fd, message, (s->flags & ~MSG_WAITALL) | MSG_DONTWAIT);
             if (got >= 0 || errno != EAGAIN) return got;
-            sched_yield();
-            clock_gettime(CLOCK_MONOTONIC, &now);
-        } while ((now.tv_sec - start.tv_sec) * 1000000000 + now.tv_nsec - start.tv_nsec < STREAM_LOOK_NS);
+        }
     }
     *waited = 1;
     return recvmsg(s->fd, message, s->flags);
