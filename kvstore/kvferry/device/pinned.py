@@ -132,7 +132,8 @@ class PinnedSlots:
             if not slot.held:
                 raise RuntimeError("a pinned slot is released twice")
             slot.held = False
-            self._free.append(slot)
+            # by another handle, so that a second release of this one is seen though the bytes are lent again
+            self._free.append(Slot(self, slot.view, slot.bytes))
             self._cond.notify_all()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -12,6 +13,7 @@ from kvferry.core.buffers import PAGE_NBYTES, page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, DeviceError, OverloadedError
 from kvferry.device import CopyEngine
+from kvferry.device.pinned import PinnedSlots
 from kvferry.testing.gated_device import GatedDevice
 from kvferry.testing.sim_device import SimDevice
 
@@ -63,6 +65,19 @@ def test_sizes_that_cannot_be(tight: SimDevice, sizes: dict[str, int]) -> None:
             slot_nbytes=sizes.get("slot_nbytes", PAGE_NBYTES),
             max_copies=sizes.get("max_copies", 1),
         )
+
+
+def test_a_second_release_takes_nothing_from_who_has_the_slot_now(tight: SimDevice) -> None:
+    with closing(PinnedSlots(tight, threading.Condition(), 1, PAGE_NBYTES, "stop")) as slots:
+        first = slots.take()
+        assert first is not None
+        first.release()
+        second = slots.take()
+        assert second is not None
+        with pytest.raises(RuntimeError, match="twice"):
+            first.release()
+        assert slots.take() is None
+        second.release()
 
 
 def test_requests_are_bounded(tight: SimDevice) -> None:
