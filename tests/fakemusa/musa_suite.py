@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,10 @@ class TestFakeMusa(DeviceSuite):
 
     def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
         fakemusa.native.kernel(target, byte, int(seconds * 1e6))
+
+    def gate(self, device: Device) -> Callable[[], None]:
+        number = fakemusa.native.gate()
+        return lambda: fakemusa.native.open_gates(number)
 
     def set_latency(self, device: Device, seconds: float) -> None:
         fakemusa.native.set_latency(int(seconds * 1e6), 0)

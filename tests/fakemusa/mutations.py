@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 from collections.abc import Callable
 from typing import Any
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import KVFerryError
+from kvferry.core.errors import KVFerryError, TransferTimeoutError
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.copy_lane import Lane
 from kvferry.device.pinned import Slot
@@ -20,6 +19,7 @@ from kvferry.store.device.demotion import Demotion
 from kvferry.store.device.pool import DevicePool
 from kvferry.store.device.space import PoolSpace
 from kvferry.store.device.table import PageTable
+from kvferry.testing.devices_pages import ample_s
 
 
 def no_wait_event() -> None:
@@ -51,7 +51,7 @@ def slot_freed_before_consumption() -> None:
     settle, release = Lane._settle, Slot.release
 
     def mutated(self: Lane, request: Any, slot: Slot | None, error: Any) -> None:
-        if slot is not None:
+        if slot is not None and slot.held:
             release(slot)
         settle(self, request, slot, error)
 
@@ -80,8 +80,12 @@ def host_sync_per_layer() -> None:
 
     def mutated(self: CopyEngine, lane: Any, request: Any) -> Any:
         ticket = submit(self, lane, request)
-        with contextlib.suppress(KVFerryError):
-            ticket.wait(deadline_in(5))
+        try:
+            ticket.wait(deadline_in(1))
+        except TransferTimeoutError:
+            raise
+        except KVFerryError:
+            pass
         return ticket
 
     CopyEngine._submit = mutated  # type: ignore[method-assign]
@@ -226,4 +230,5 @@ POOL_MUTATIONS: dict[str, Callable[[], None]] = {
 }
 
 if name := os.environ.get("KVFERRY_MUTATION"):
+    ample_s(3.0)
     (MUTATIONS | POOL_MUTATIONS)[name]()

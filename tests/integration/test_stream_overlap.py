@@ -43,7 +43,14 @@ class SendsAtTheEnd(LayerSender):
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self._kept: list[tuple[int, Sequence[tuple[int, Sequence[Buf]]]]] = []
 
-    def put_layer(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> None:
+    def put_layer(
+        self,
+        layer: int,
+        blocks: Sequence[tuple[int, Sequence[Buf]]],
+        *,
+        sent: Callable[[], None] | None = None,
+    ) -> None:
+        del sent
         self._kept.append((layer, blocks))
 
     def finish(self, handoff: Handoff, deadline: float, *, lossy: Collection[int] = ()) -> StreamDone:

@@ -209,6 +209,7 @@ class Job(ABC):
                 self._busy = False
                 if copying is not None:
                     self._flying.append((piece, copying))
+                    self._cond.notify_all()
         return NOW
 
     def _land(self) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvferry.client.jobs import LATER, NOW, Job, Piece
 from kvferry.core.blockstore import Lease, ReadLease
+from kvferry.core.clock import time_left
 from kvferry.core.errors import KVFerryError, LeaseExpiredError
-from kvferry.core.paged_copy import Event, Transfer
+from kvferry.core.paged_copy import Event, OrderedCopying, Transfer
 
 if TYPE_CHECKING:
     from kvferry.client.registration import Registration
@@ -61,6 +63,43 @@ class LoadJob(Job):
         What layers of theirs have been loaded is right all the same, where :meth:`wait_layer` said so.
         """
         return self.block_ids[self._blocks_done if self._over else self._held :]
+
+    def order_layer(self, layer: int, stream: Any, *, deadline: float) -> bool:  # noqa: ANN401
+        """Let a device wait for a layer: what is queued in ``stream`` from here on finds it in place.
+
+        The host waits for no bytes, only until the copies are queued, which is long before, unless more is
+        to be copied than the device takes at a time. Whether the bytes were right to the end is known later:
+        what was computed from them counts once :meth:`wait_layer` or :attr:`ok` has said so. Where the
+        host copies, and by blocks, it is :meth:`wait_layer`.
+
+        Args:
+            layer: Number of the layer.
+            stream: Of the device that the regions are on.
+            deadline: By when it returns; a past one never waits.
+
+        Returns:
+            ``False`` if the layer will not be in place, or its copies are not queued yet by the deadline.
+        """
+        with self._cond:
+            while (found := self._copying_of(layer)) is None and time.monotonic() < deadline:
+                if layer in self._layers_done or self._over:
+                    break
+                self._cond.wait(time_left(deadline))
+        if found is None:
+            return self.wait_layer(layer, deadline=deadline)
+        try:
+            found.order(stream, deadline)
+        except KVFerryError:
+            return False
+        return True
+
+    def _copying_of(self, layer: int) -> OrderedCopying | None:
+        """What is under way of a layer, all of it, if a device can wait for it."""
+        if self.order == "layer":
+            for piece, copying in self._flying:
+                if layer in piece.layers and isinstance(copying, OrderedCopying):
+                    return copying
+        return None
 
     def _landed(self, piece: Piece) -> None:
         self._lease.check()

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.buffers import address_of
+from kvferry.core.buffers import ByteArray, address_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.native import native
 from kvferry.core.regions import Part, RegionPlan
 
-__all__ = ["BlockCopier", "Copying", "Event", "HostCopier", "Transfer", "pages_kernel"]
+__all__ = [
+    "BlockCopier",
+    "Copying",
+    "Event",
+    "HostCopier",
+    "OrderedCopying",
+    "Transfer",
+    "move_part",
+    "pages_kernel",
+]
 
 _STREAM_FROM_NBYTES: Final = 1 << 20  # of one call; less may well be read again while it is in a cache
 
@@ -37,6 +45,19 @@ class Copying(Protocol):
 
         Raises:
             KVFerryError: If they failed; they are over then too.
+        """
+        ...
+
+
+@runtime_checkable
+class OrderedCopying(Copying, Protocol):
+    """Copies of a device, which it can wait for itself."""
+
+    def order(self, stream: Any, deadline: float) -> None:  # noqa: ANN401 - each device takes its own streams
+        """Let ``stream`` wait, on the device, for these copies; the host, only until they are queued.
+
+        Raises:
+            KVFerryError: If they failed, or are not even queued by the deadline.
         """
         ...
 
@@ -109,7 +130,7 @@ class BlockCopier(Protocol):
 
         Returns:
             ``None`` if it is done, or was ended by ``transfer.stop``; else what tells when it is: until then
-            it may write, and ``stop`` means nothing to it.
+            it may write, and of ``stop`` it need take no notice.
 
         Raises:
             KVFerryError: If it cannot be done; nothing is under way.
@@ -187,20 +208,30 @@ def _by_numpy(transfer: Transfer, parts: Sequence[Part], first: int, count: int)
             return
         slot = np.frombuffer(transfer.slots[index], np.uint8)
         for part in parts:
-            shape = (*(loop.times for loop in part.loops), part.run)
-            steps = (*(loop.slot_step for loop in part.loops), 1)
-            inside = np.ndarray(shape, np.uint8, slot.data, part.offset, steps)
-            if not part.address:
-                if not transfer.to_pages:
-                    inside[...] = 0
-                continue
-            pages = _page(part, int(transfer.pages[index]), shape)
-            target, source = (pages, inside) if transfer.to_pages else (inside, pages)
-            np.copyto(target, source)
+            if part.address:
+                page = _memory(part, int(transfer.pages[index]))
+                move_part(part, page, 0, slot, to_page=transfer.to_pages)
+            elif not transfer.to_pages:
+                slot[part.offset : part.offset + part.run] = 0
 
 
-def _page(part: Part, number: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    steps = (*(loop.page_step for loop in part.loops), 1)
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
-    memory: Any = (ctypes.c_uint8 * extent).from_address(part.address + number * part.page_nbytes)
-    return np.ndarray(shape, np.uint8, memory, 0, steps) if math.prod(shape) else np.empty(0, np.uint8)
+def move_part(part: Part, page: ByteArray, at: int, slot: ByteArray, *, to_page: bool) -> None:
+    """Move one part between a page and its block, by numpy.
+
+    Args:
+        part: Not one of padding.
+        page: Memory that holds it.
+        at: Of the part's first byte in ``page``.
+        slot: The block.
+        to_page: Whether into the page.
+    """
+    shape = (*(loop.times for loop in part.loops), part.run)
+    there = np.ndarray(shape, np.uint8, page.data, at, (*(loop.page_step for loop in part.loops), 1))
+    here = np.ndarray(shape, np.uint8, slot.data, part.offset, (*(loop.slot_step for loop in part.loops), 1))
+    np.copyto(*((there, here) if to_page else (here, there)))
+
+
+def _memory(part: Part, number: int) -> ByteArray:
+    """What of a page is between a part's first and last byte."""
+    memory: Any = (ctypes.c_uint8 * part.extent).from_address(part.address + number * part.page_nbytes)
+    return np.frombuffer(memory, np.uint8)

@@ -8,6 +8,7 @@ are which of the block's layer slice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
@@ -136,6 +137,16 @@ class Part:
     run: int
     loops: tuple[Loop, ...] = ()
     region: Region | None = None
+
+    @property
+    def runs(self) -> int:
+        """How many runs it is."""
+        return math.prod(loop.times for loop in self.loops)
+
+    @property
+    def extent(self) -> int:
+        """Bytes of a page from its first to behind its last."""
+        return self.run + sum((loop.times - 1) * loop.page_step for loop in self.loops)
 
 
 class RegionPlan:

@@ -18,7 +18,15 @@ from kvferry.core.buffers import PAGE_NBYTES, ByteArray
 from kvferry.core.errors import ProtocolError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
 
-__all__ = ["MappedSegment", "Segment", "SegmentInfo", "Slot", "is_segment", "pages_of"]
+__all__ = [
+    "MappedSegment",
+    "Segment",
+    "SegmentInfo",
+    "Slot",
+    "is_mapped_segment",
+    "is_segment",
+    "pages_of",
+]
 
 F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; not named by the fcntl module
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -79,11 +87,17 @@ def _memfd(name: str, nbytes: int, placement: Placement = ANYWHERE) -> int:
 
 
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of the segments that this process owns
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of those that others own
 
 
 def is_segment(owner: object) -> bool:
     """Whether ``owner``, the object behind a view, is the memory of a segment made by this process."""
     return isinstance(owner, mmap.mmap) and owner in _maps
+
+
+def is_mapped_segment(owner: object) -> bool:
+    """The same of a segment that another process made, and this one has mapped."""
+    return isinstance(owner, mmap.mmap) and owner in _mapped
 
 
 class _Views:
@@ -224,6 +238,7 @@ class MappedSegment(_Views):
         table = mmap.mmap(generations_fd, table_nbytes, flags=flags, prot=mmap.PROT_READ)
         super().__init__(info, memoryview(data), memoryview(table).cast("Q"))
         self.writable = writable
+        _mapped.add(data)
 
     @staticmethod
     def _verify(info: SegmentInfo, name: str, fd: int, nbytes: int) -> None:

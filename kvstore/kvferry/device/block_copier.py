@@ -7,23 +7,22 @@ before tokens, K and V packed), whole pages are copied and put in order on the h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 
-from kvferry.core.buffers import ByteArray, page_aligned
-from kvferry.core.paged_copy import Event, Transfer
-from kvferry.core.regions import Part, RegionPlan
-from kvferry.device.base import DeviceBytes
+from kvferry.core.buffers import page_aligned
+from kvferry.core.paged_copy import Event, Transfer, move_part
+from kvferry.device.base import DeviceBytes, Stream
 from kvferry.device.base import Event as DeviceEvent
 from kvferry.device.copy_engine import CopyEngine
+from kvferry.device.spans import Span, spans_of
 from kvferry.device.tickets import CopyPart, CopyTicket
 
 __all__ = ["DeviceCopier", "DeviceCopying"]
-
-_FEW_RUNS: Final = 4  # a page in so many pieces at most is copied piece by piece
 
 
 class DeviceCopier:
@@ -52,10 +51,12 @@ class DeviceCopier:
             count: Blocks.
             after: An event of the device, recorded: the copies wait for it there.
         """
+        for slot in transfer.slots[first : first + count]:
+            self._engine.adopt(slot)
         runs: list[CopyPart] = []
         pages: list[_Scattered] = []
         for layer in layers:
-            for span in _spans(self._engine, transfer.plan, layer):
+            for span in spans_of(self._engine.device, transfer.plan, layer):
                 for index in range(first, first + count):
                     slot, page = transfer.slots[index], int(transfer.pages[index])
                     if span.scattered and (span.dense or not transfer.to_pages):
@@ -71,25 +72,36 @@ class DeviceCopier:
             for one, view in zip(pages, staging, strict=True):
                 one.arrange(view, to_page=True)
             ticket = self._engine.copy_in(parts, after=events, hold=transfer)
-            return DeviceCopying(ticket)
+            return DeviceCopying(ticket, transfer)
 
         def put_in_order() -> None:
             for one, view in zip(pages, staging, strict=True):
                 one.arrange(view, to_page=False)
 
         ticket = self._engine.copy_out(parts, after=events, hold=transfer)
-        return DeviceCopying(ticket, put_in_order)
+        return DeviceCopying(ticket, transfer, put_in_order)
 
 
 class DeviceCopying:
-    """See :class:`~kvferry.core.paged_copy.Copying`. For one thread."""
+    """See :class:`~kvferry.core.paged_copy.OrderedCopying`. For one thread."""
 
-    def __init__(self, ticket: CopyTicket, last: Callable[[], None] | None = None) -> None:
-        self._ticket, self._last = ticket, last
+    def __init__(
+        self, ticket: CopyTicket, transfer: Transfer, last: Callable[[], None] | None = None
+    ) -> None:
+        self._ticket, self._transfer, self._last = ticket, transfer, last
+
+    def order(self, stream: Stream, deadline: float) -> None:
+        """See :meth:`CopyTicket.order`."""
+        self._ticket.order(stream, deadline)
 
     def query(self) -> bool:
-        """Whether it is over; the first call that says so has put the bytes of scattered pages in order."""
+        """Whether it is over; the first call that says so has put the bytes of scattered pages in order.
+
+        When the transfer is to stop, copies that the device has not begun are not made.
+        """
         if not self._ticket.settled:
+            if self._transfer.stop.value and not self._ticket.stop:
+                self._ticket.cancel(time.monotonic())
             return False
         if self._ticket.error is not None:
             raise self._ticket.error
@@ -119,54 +131,10 @@ class DeviceCopying:
 
 
 @dataclass(frozen=True)
-class _Span:
-    """Bytes of every page of a region that belong to some parts of a layer, in one row.
-
-    Attributes:
-        memory: All of the region's.
-        start: Of page 0's, in ``memory``.
-        page_nbytes: From one page's to the next's.
-        nbytes: How many.
-        parts: What they are, each with the place of its first byte within the span.
-    """
-
-    memory: DeviceBytes
-    start: int
-    page_nbytes: int
-    nbytes: int
-    parts: tuple[tuple[int, Part], ...]
-
-    @property
-    def scattered(self) -> bool:
-        """Whether a block has them in too many pieces to copy one by one."""
-        return sum(_times(part) for _, part in self.parts) > _FEW_RUNS
-
-    @property
-    def dense(self) -> bool:
-        """Whether all of them are some part's: else they may not be written as a whole."""
-        return sum(_times(part) * part.run for _, part in self.parts) == self.nbytes
-
-    def page(self, number: int) -> DeviceBytes:
-        """Those of one page."""
-        start = self.start + number * self.page_nbytes
-        return self.memory[start : start + self.nbytes]
-
-    def runs(self, slot: memoryview, number: int) -> list[CopyPart]:
-        """Each run of one page with its place in the block."""
-        page, found = self.page(number), []
-        for at, part in self.parts:
-            there, here = _offsets(part)
-            for a, b in zip(there, here, strict=True):
-                begin = part.offset + int(b)
-                found.append((page[at + int(a) : at + int(a) + part.run], slot[begin : begin + part.run]))
-        return found
-
-
-@dataclass(frozen=True)
 class _Scattered:
     """One page whose bytes are put in order on the host."""
 
-    span: _Span
+    span: Span
     slot: memoryview
     number: int
 
@@ -178,63 +146,7 @@ class _Scattered:
         """Between the page's order, in ``staged``, and the block's."""
         page, block = np.frombuffer(staged, np.uint8), np.frombuffer(self.slot, np.uint8)
         for at, part in self.span.parts:
-            shape = (*(loop.times for loop in part.loops), part.run)
-            there = _strided(page, at, shape, (*(loop.page_step for loop in part.loops), 1))
-            here = _strided(block, part.offset, shape, (*(loop.slot_step for loop in part.loops), 1))
-            np.copyto(*((there, here) if to_page else (here, there)))
-
-
-def _strided(array: ByteArray, at: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> ByteArray:
-    view: ByteArray = np.ndarray(shape, np.uint8, array.data, at, steps)
-    return view
-
-
-def _times(part: Part) -> int:
-    times = 1
-    for loop in part.loops:
-        times *= loop.times
-    return times
-
-
-def _offsets(part: Part) -> tuple[ByteArray, ByteArray]:
-    """Where each run starts in the page and in the block, from the part's own starts on."""
-    there = here = np.zeros(1, np.int64)
-    for loop in part.loops:
-        steps = np.arange(loop.times)
-        there = (there[:, None] + steps * loop.page_step).ravel()
-        here = (here[:, None] + steps * loop.slot_step).ravel()
-    return there, here  # type: ignore[return-value]
-
-
-def _extent(part: Part) -> int:
-    return part.run + sum((loop.times - 1) * loop.page_step for loop in part.loops)
-
-
-def _spans(engine: CopyEngine, plan: RegionPlan, layer: int) -> list[_Span]:
-    """The parts of a layer, those together that lie among each other; made once a plan."""
-    held: list[_Span] | None = plan.derived.get(layer)
-    if held is None:
-        held = plan.derived[layer] = _make_spans(engine, [p for p in plan.layers[layer] if p.address])
-    return held
-
-
-def _make_spans(engine: CopyEngine, parts: Sequence[Part]) -> list[_Span]:
-    found: list[_Span] = []
-    together: list[Part] = []
-    end = 0
-    for part in [*sorted(parts, key=lambda part: part.address), None]:
-        if together and (part is None or part.address >= end or part.page_nbytes != together[0].page_nbytes):
-            region = together[0].region
-            assert region is not None
-            memory, base = engine.device.memory_of(region.owner)
-            first = together[0].address
-            placed = tuple((one.address - first, one) for one in together)
-            found.append(_Span(memory, first - base, together[0].page_nbytes, end - first, placed))
-            together = []
-        if part is not None:
-            end = max(end, part.address + _extent(part)) if together else part.address + _extent(part)
-            together.append(part)
-    return found
+            move_part(part, page, at, block, to_page=to_page)
 
 
 def _zero_padding(transfer: Transfer, layer: int, first: int, count: int) -> None:

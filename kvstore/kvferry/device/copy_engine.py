@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvferry.core.buffers import address_of
 from kvferry.core.errors import ConfigError, DeviceError, OverloadedError
 from kvferry.device.base import Device, DeviceBytes, Event
 from kvferry.device.copy_lane import Lane
-from kvferry.device.pinned import PinFailure, PinnedSlots, Slot, pin
+from kvferry.device.pinned import PinFailure, PinnedSlots, Slot
+from kvferry.device.registered import RegisteredMemory
 from kvferry.device.tickets import CopyPart, CopyTicket, Request
 
 __all__ = ["CopyEngine"]
 
 _log = logging.getLogger(__name__)
 _STOP_S: Final = 30.0
+_SWEEP_S: Final = 1.0
 
 
 class CopyEngine:
@@ -63,11 +65,11 @@ class CopyEngine:
         if max_copies < 1 or max_requests < 1:
             raise ConfigError(f"{max_copies} copies and {max_requests} requests: both must be at least 1")
         self.device, self._poll_s, self._max_requests = device, poll_s, max_requests
-        self._on_pin_failure: PinFailure = on_pin_failure
         self._cond = threading.Condition()
         self._error: DeviceError | None = None
         self._closing = False
-        self._registered: list[tuple[int, memoryview, DeviceBytes]] = []
+        self._registered = RegisteredMemory(device, on_pin_failure)
+        self._sweep_at = 0.0
         self._slots: list[PinnedSlots] = []
         try:
             for _ in ("out", "in"):
@@ -105,11 +107,23 @@ class CopyEngine:
         Raises:
             DeviceError: See :func:`~kvferry.device.pinned.pin`.
         """
-        if not pin(self.device, view, on_failure=self._on_pin_failure, option="the size of the arena"):
-            return False
-        with self._cond:
-            self._registered.append((address_of(view), view, self.device.host_bytes(view)))
-        return True
+        return self._registered.add(view)
+
+    def adopt(self, view: memoryview) -> None:
+        """Register the segment of an arena that ``view`` lies in, unless it is, or cannot be.
+
+        A segment is pinned once, as a whole, and no more when nobody else has a view of it: its daemon has
+        ended. Memory that is no segment, or may only be read, passes through slots.
+
+        Raises:
+            DeviceError: See :func:`~kvferry.device.pinned.pin`.
+        """
+        self._registered.adopt(view)
+
+    @property
+    def registered_nbytes(self) -> int:
+        """Bytes of host memory that copies reach directly."""
+        return self._registered.nbytes
 
     def unregister(self, view: memoryview) -> None:
         """Unpin what was registered. The caller has seen the end of all copies from and to it.
@@ -117,12 +131,7 @@ class CopyEngine:
         Raises:
             ValueError: If it is not registered.
         """
-        with self._cond:
-            known = [entry for entry in self._registered if entry[0] == address_of(view)]
-            if not known:
-                raise ValueError(f"{len(view)} bytes that were never registered with {self.device.name}")
-            self._registered.remove(known[0])
-        self.device.host_unregister(view)
+        self._registered.remove(view)
 
     def copy_out(
         self,
@@ -146,7 +155,9 @@ class CopyEngine:
             OverloadedError: If too many requests wait.
             DeviceError: If the device has failed or the engine is closed.
         """
-        return self._submit(self._out, Request(parts, tuple(after), hold, done, self._direct(parts)))
+        return self._submit(
+            self._out, Request(parts, tuple(after), hold, done, self._registered.direct(parts))
+        )
 
     def copy_in(
         self,
@@ -165,7 +176,9 @@ class CopyEngine:
             done: Called when all bytes are on the device. Work of the device need not wait for it on the
                 host: :meth:`CopyTicket.order` lets a stream wait.
         """
-        return self._submit(self._in, Request(parts, tuple(after), hold, done, self._direct(parts)))
+        return self._submit(
+            self._in, Request(parts, tuple(after), hold, done, self._registered.direct(parts))
+        )
 
     def lend_out(
         self,
@@ -217,9 +230,7 @@ class CopyEngine:
         if self._error is None:
             for slots in self._slots:
                 slots.close()
-            for _, view, _ in self._registered:
-                self.device.host_unregister(view)
-        self._registered.clear()
+        self._registered.close(unpin=self._error is None)
 
     def _submit(self, lane: Lane, request: Request) -> CopyTicket:
         with self._cond:
@@ -236,21 +247,6 @@ class CopyEngine:
             self._cond.notify_all()
         return request.ticket
 
-    def _direct(self, parts: Sequence[CopyPart]) -> list[DeviceBytes] | None:
-        """The host sides within one registration each, as the device takes them; ``None`` if one is not."""
-        if not self._registered:
-            return None
-        found = []
-        for _, host in parts:
-            start = address_of(host)
-            for base, view, whole in self._registered:
-                if base <= start and start + len(host) <= base + len(view):
-                    found.append(whole[start - base : start - base + len(host)])
-                    break
-            else:
-                return None
-        return found
-
     # ---- the engine's thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -258,6 +254,7 @@ class CopyEngine:
         while True:
             try:
                 moved = [lane.step() for lane in lanes]
+                self._sweep()
             except Exception as error:  # noqa: BLE001 - a thread root; the device's errors are of many classes
                 self._fail(error)
                 moved = [True]
@@ -269,7 +266,12 @@ class CopyEngine:
                 elif self._closing and not any(lane.waiting for lane in lanes):
                     return
                 elif not any(lane.can_start() for lane in lanes):
-                    self._cond.wait()
+                    self._cond.wait(_SWEEP_S if self._registered.has_segments else None)
+
+    def _sweep(self) -> None:
+        if self._registered.has_segments and (now := time.monotonic()) >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_S
+            self._registered.sweep()
 
     def _fail(self, error: Exception) -> None:
         """The device is dead: everything in flight and waiting fails with the cause, and all that comes."""

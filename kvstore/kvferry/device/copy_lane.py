@@ -102,15 +102,16 @@ class Lane:
         """Only the oldest is asked: a stream is done in order."""
         moved = False
         while self.in_flight and self.in_flight[0].event.query():
-            launch = self.in_flight.popleft()
-            self._copies -= launch.copies
+            launch = self.in_flight[0]  # until it is through: what raises here fails its request too
             request = launch.request
-            request.in_flight -= 1
             for source, target in launch.scatter:
                 copy_into(target, source)
             lent = request.ready is not None and not request.ticket.stop
             if launch.slot is not None and not lent:
                 launch.slot.release()
+            self.in_flight.popleft()
+            self._copies -= launch.copies
+            request.in_flight -= 1
             if (request.exhausted or request.ticket.stop) and not request.in_flight:
                 self._settle(request, launch.slot if lent else None, None)
             moved = True

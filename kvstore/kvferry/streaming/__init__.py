@@ -6,6 +6,7 @@ straight into reserved slots and publishes all blocks at once when the last laye
 
 from kvferry.streaming.codec import LinkCodec, StreamCodec, codec_capabilities
 from kvferry.streaming.grants import SlotGrant
+from kvferry.streaming.pages import PageSender, PagesRead
 from kvferry.streaming.receiver import LayerReceiver
 from kvferry.streaming.segments import STREAM_CAPABILITIES, SegmentGrant, WriterWatch
 from kvferry.streaming.sender import LayerSender
@@ -17,6 +18,8 @@ __all__ = [
     "LayerReceiver",
     "LayerSender",
     "LinkCodec",
+    "PageSender",
+    "PagesRead",
     "RegionGrant",
     "SegmentGrant",
     "SlotGrant",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvferry.core.buffers import Buf, as_bytes_view
 from kvferry.core.errors import ConfigError, ProtocolError
-from kvferry.streaming.delivery import Delivery, LayerPart
+from kvferry.streaming.delivery import Delivery, Hold, LayerPart
 from kvferry.streaming.layout import StreamLayout
 
 __all__ = ["PartCutter"]
@@ -44,8 +44,10 @@ class PartCutter:
         """Layers that are incomplete, each with the first block that is missing."""
         return [(layer, min(left)) for layer, left in enumerate(self._unsent) if left]
 
-    def cut(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> list[LayerPart]:
-        """One layer of some blocks, as parts; blocks that are not wanted are left out.
+    def cut(
+        self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]], hold: Hold | None = None
+    ) -> list[LayerPart]:
+        """One layer of some blocks, as parts, which all have ``hold``; what is not wanted is left out.
 
         Raises:
             ConfigError: For a layer, block or size that does not belong to the stream.
@@ -69,7 +71,7 @@ class PartCutter:
             size = self._layout.payload_nbytes(layer, block)
             delivery = self._delivery(block)
             if not parts or parts[-1].delivery is not delivery or nbytes + size > self._max_nbytes:
-                parts.append(LayerPart(delivery, layer, (), []))
+                parts.append(LayerPart(delivery, layer, (), [], hold=hold))
                 nbytes = 0
             parts[-1].blocks += (block,)
             parts[-1].parts.extend(views)

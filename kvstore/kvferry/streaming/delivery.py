@@ -6,7 +6,7 @@ rest of a stream (order, the ring of acknowledgements, the end) is the same for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSet
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,31 @@ from kvferry.core.spec import KVSpec
 from kvferry.wire import Channel
 from kvferry.wire.messages import LayerPlaced, PutEncoded, PutLayer, StreamSlots
 
-__all__ = ["Delivery", "EncodedDelivery", "FrameDelivery", "LayerPart", "SegmentDelivery"]
+__all__ = ["Delivery", "EncodedDelivery", "FrameDelivery", "Hold", "LayerPart", "SegmentDelivery"]
+
+
+class Hold:
+    """Says once that some memory is not needed any more: when the last part that has it is gone.
+
+    Args:
+        gone: Called then.
+        among: Where it is added.
+    """
+
+    __slots__ = ("__weakref__", "_gone")
+
+    def __init__(self, gone: Callable[[], None], among: MutableSet[Hold]) -> None:
+        self._gone: Callable[[], None] | None = gone
+        among.add(self)
+
+    def release(self) -> None:
+        """It is not needed, whoever still has it: the stream is over."""
+        gone, self._gone = self._gone, None
+        if gone is not None:
+            gone()
+
+    def __del__(self) -> None:
+        self.release()
 
 
 @dataclass(slots=True)
@@ -37,6 +61,7 @@ class LayerPart:
         nbytes: Bytes of KV, before encoding; known where a codec is used.
         ready_at: Monotonic time at which the model handed it over, likewise.
         sent: Called once its memory is not used any more.
+        hold: Shared by all parts of the same memory, those that are cut from them included.
     """
 
     delivery: Delivery
@@ -47,6 +72,7 @@ class LayerPart:
     nbytes: int = 0
     ready_at: float = 0.0
     sent: Callable[[], None] | None = None
+    hold: Hold | None = None
 
 
 class Delivery(Protocol):

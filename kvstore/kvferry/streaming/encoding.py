@@ -230,7 +230,7 @@ class PartEncoder:
             count = (len(layer.tensors) if tail else each) * (stop - at)
             one = LayerPart(
                 self._delivery, part.layer, part.blocks[at:stop], part.parts[views : views + count],
-                part.codec, 0, part.ready_at,
+                part.codec, 0, part.ready_at, hold=part.hold,
             )  # fmt: skip
             if part.blocks[at] < kept:
                 one.delivery, one.codec = part.delivery, _KEPT
@@ -270,7 +270,7 @@ class PartEncoder:
             self._choice.encoded(part.codec, part.nbytes, nbytes, time.thread_time() - started_at)
         finally:
             self._codec.give(plain)
-        part.parts = [encoded[:nbytes]]
+        part.parts, part.hold = [encoded[:nbytes]], None
         part.sent = lambda: self._sent(encoded)
         self._emit(part)
         return True

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -27,7 +28,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.streaming.codec import LinkCodec
 from kvferry.streaming.cutting import PartCutter
-from kvferry.streaming.delivery import Delivery, FrameDelivery, LayerPart
+from kvferry.streaming.delivery import Delivery, FrameDelivery, Hold, LayerPart
 from kvferry.streaming.encoding import PartEncoder
 from kvferry.streaming.layout import StreamLayout, checked_missing, clean_error
 from kvferry.streaming.loss import require_exact
@@ -35,18 +36,7 @@ from kvferry.streaming.opening import Opened, open_stream
 from kvferry.streaming.windows import placed_delivery
 from kvferry.transports.region import RegionTransport
 from kvferry.wire import Channel, SharedArena
-from kvferry.wire.messages import (
-    AbortStream,
-    BeginStream,
-    EncodedAck,
-    Failure,
-    FinishStream,
-    Handoff,
-    LayerAck,
-    Message,
-    StreamDone,
-    StreamReady,
-)
+from kvferry.wire import messages as m
 
 __all__ = ["LayerSender"]
 
@@ -118,8 +108,9 @@ class LayerSender:
         self._ring = 0
         self._under_way = 0
         self._deadline = 0.0
-        self._handoff: Handoff | None = None
-        self._done: StreamDone | None = None
+        self._handoff: m.Handoff | None = None
+        self._done: m.StreamDone | None = None
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
         self._error: Exception | None = None
         self._threads: list[threading.Thread] = []
         self._acks_ended = threading.Event()
@@ -186,7 +177,7 @@ class LayerSender:
         self._name = self._name or stream
         self._layout = StreamLayout(self._spec, len(keys), tail_tokens)
         self._deadline = deadline
-        opening = BeginStream(
+        opening = m.BeginStream(
             stream=stream,
             spec=self._spec,
             keys=b"".join(keys),
@@ -209,7 +200,7 @@ class LayerSender:
         self._start_threads()
         return missing
 
-    def _accepted(self, ready: StreamReady, codecs: Sequence[str]) -> frozenset[int]:
+    def _accepted(self, ready: m.StreamReady, codecs: Sequence[str]) -> frozenset[int]:
         missing = checked_missing(ready, self._layout, str(self))
         self._wanted = missing | ({self._layout.full_blocks} if self._layout.tail_tokens else set())
         self._cutter = PartCutter(
@@ -242,7 +233,13 @@ class LayerSender:
 
     # ---- the model's thread ---------------------------------------------------------------------
 
-    def put_layer(self, layer: int, blocks: Sequence[tuple[int, Sequence[Buf]]]) -> None:
+    def put_layer(
+        self,
+        layer: int,
+        blocks: Sequence[tuple[int, Sequence[Buf]]],
+        *,
+        sent: Callable[[], None] | None = None,
+    ) -> None:
         """Queue the KV of one layer of some blocks. Never blocks on the peer and never copies.
 
         Blocks that are not missing at the receiver are skipped. After an error, or abort, it does
@@ -253,18 +250,21 @@ class LayerSender:
             layer: Number of the layer.
             blocks: Pairs of block number and one contiguous buffer a tensor of the layer, in the
                 order of the spec: whole tensors for a full block, the first ``tail_tokens`` rows for
-                the tail block. They are held, and must stay unchanged, until :meth:`finish` or
-                :meth:`abort` has returned.
+                the tail block. They are held, and must stay unchanged, until ``sent`` is called, or
+                :meth:`finish` or :meth:`abort` has returned.
+            sent: Called once, from any thread, when none of these buffers is needed any more, however the
+                stream goes on; also if none was needed at all. It must be quick.
 
         Raises:
             ProtocolError: Before begin, after finish, or for a block that was put before.
             ConfigError: For a layer, block or size that does not belong to the stream.
         """
+        hold = None if sent is None else Hold(sent, self._holds)  # gone with its last part
         if not self._begun:
             raise ProtocolError(f"{self}: put_layer before begin")
         if self._error is not None:
             return
-        frames = self._cutter.cut(layer, blocks)
+        frames = self._cutter.cut(layer, blocks, hold)
         with self._cond:
             if self._handoff is not None:
                 raise ProtocolError(f"{self}: put_layer({layer}) after finish")
@@ -328,7 +328,7 @@ class LayerSender:
             handoff, error = self._handoff, self._error
         if error is None and handoff is not None:
             lossy = self._lossy or msgspec.UNSET
-            end = FinishStream(handoff=handoff, wire_s=self._wire_s, lossy=lossy)
+            end = m.FinishStream(handoff=handoff, wire_s=self._wire_s, lossy=lossy)
             self._channel.send(end, deadline=self._deadline)
         elif isinstance(error, RequestCancelledError) or self._opened.slots is not None:
             self._say_abort(error)
@@ -337,7 +337,7 @@ class LayerSender:
     def _say_abort(self, reason: BaseException | None) -> None:
         """Tell the receiver, from the thread that writes: its slots are not written any more."""
         with contextlib.suppress(KVFerryError):
-            self._channel.send(AbortStream(reason=str(reason)), deadline=deadline_in(_ABORT_TIMEOUT_S))
+            self._channel.send(m.AbortStream(reason=str(reason)), deadline=deadline_in(_ABORT_TIMEOUT_S))
 
     def _send_failed(self, error: KVFerryError) -> None:
         """Keep ``error``, unless the receiver's own reason is about to arrive: it says more."""
@@ -374,13 +374,13 @@ class LayerSender:
         if incoming is None:
             raise TransferTimeoutError(f"{self}: nothing came from the receiver by the deadline")
         message = incoming.message
-        if isinstance(message, Failure):
+        if isinstance(message, m.Failure):
             raise error_from_code(message.code, f"{self}: the receiver failed: {message.message}")
         with self._cond:
             if self._acknowledged(message):
                 self._cond.notify_all()
                 return True
-            if isinstance(message, StreamDone) and self._handoff is not None and not self._under_way:
+            if isinstance(message, m.StreamDone) and self._handoff is not None and not self._under_way:
                 self._done = message
                 self._ended.notify_all()
                 return False
@@ -389,16 +389,16 @@ class LayerSender:
             f"{self}: the receiver sent {message!r} with {under_way} frames unacknowledged", remote=True
         )
 
-    def _acknowledged(self, message: Message) -> bool:
+    def _acknowledged(self, message: m.Message) -> bool:
         """Count an acknowledgement, with the condition held; whether it is one, of what is under way."""
-        if not isinstance(message, (LayerAck, EncodedAck)):
+        if not isinstance(message, (m.LayerAck, m.EncodedAck)):
             return False
-        count = message.count if isinstance(message, LayerAck) else 1
+        count = message.count if isinstance(message, m.LayerAck) else 1
         if not 1 <= count <= self._under_way:
             return False
         self._under_way -= count
         if self._encoder is None:
-            return isinstance(message, LayerAck)
+            return isinstance(message, m.LayerAck)
         return all(self._encoder.acknowledged(message) for _ in range(count))
 
     def _fail_and_cut(self, error: BaseException) -> None:
@@ -418,7 +418,7 @@ class LayerSender:
 
     # ---- ending ---------------------------------------------------------------------------------
 
-    def finish(self, handoff: Handoff, deadline: float, *, lossy: Collection[int] = ()) -> StreamDone:
+    def finish(self, handoff: m.Handoff, deadline: float, *, lossy: Collection[int] = ()) -> m.StreamDone:
         """Wait until everything was sent and acknowledged, hand over, and wait until it is published.
 
         Afterwards, also after an exception, no buffer given to :meth:`put_layer` is referenced.
@@ -490,8 +490,10 @@ class LayerSender:
     def _join(self) -> None:
         limit = deadline_in(_ABORT_TIMEOUT_S)
         for thread in self._threads:
-            if thread is threading.current_thread():
-                continue
-            thread.join(time_left(limit))
-            if thread.is_alive():
+            if thread is not threading.current_thread():
+                thread.join(time_left(limit))
+            if thread.is_alive() and thread is not threading.current_thread():
                 _log.error("%s: thread %s does not end; its buffers stay referenced", self, thread.name)
+                return
+        for hold in list(self._holds):
+            hold.release()

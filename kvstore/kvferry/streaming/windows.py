@@ -20,7 +20,7 @@ from kvferry.core.clock import deadline_in, earliest, is_past
 from kvferry.core.errors import ConfigError, KVFerryError, TransferTimeoutError, TransportError
 from kvferry.core.segments import Slot
 from kvferry.core.spec import KVSpec
-from kvferry.streaming.delivery import Delivery, FrameDelivery, LayerPart, SegmentDelivery
+from kvferry.streaming.delivery import Delivery, FrameDelivery, Hold, LayerPart, SegmentDelivery
 from kvferry.transports.region import RegionPart, RegionTransfer, RegionTransport, Window
 from kvferry.wire import Channel, SharedArena
 from kvferry.wire.messages import LayerPlaced, StreamSlots, StreamWindows
@@ -190,7 +190,7 @@ class RegionDelivery:
     """The payload is written into the receiver's windows.
 
     Where the transport fails, this part and all later ones go by frames: a write that was not seen to end
-    would bring the same bytes.
+    would bring the same bytes, so their memory is held until the stream is over.
 
     Args:
         channel: To the receiver.
@@ -218,6 +218,7 @@ class RegionDelivery:
         self._frames = FrameDelivery(channel)
         self._stopped = stopped
         self._failed = granted.transport != regions.name
+        self._unsettled: list[Hold | None] = []
         self._slots = {
             block: (window, offset)
             for block, window, offset in granted.slots
@@ -235,9 +236,11 @@ class RegionDelivery:
             try:
                 self._write(part, deadline)
             except TransferTimeoutError:
+                self._unsettled.append(part.hold)
                 raise
             except KVFerryError as error:
                 self._failed = True
+                self._unsettled.append(part.hold)
                 _log.warning("%s: KV goes by frames from here on: %s", self._channel.address, error)
         if self._failed:
             self._frames.send(part, deadline)

@@ -8,7 +8,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,17 @@ import pytest
 from kvferry.core.buffers import PAGE_NBYTES, page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, DeviceError, RequestCancelledError, TransferTimeoutError
-from kvferry.device.base import Device, DeviceBytes
+from kvferry.device.base import Device, DeviceBytes, Event
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.pinned import Slot
 from kvferry.device.tickets import CopyPart, CopyTicket
-from kvferry.testing.devices_pages import DevicePages
+from kvferry.testing.devices_jobs import DeviceJobs
+from kvferry.testing.devices_pages import DevicePages, ample_s
 
 __all__ = ["DeviceSuite"]
 
 _N = 1 << 16
 _SLOW_S = 0.05
-_AMPLE_S = 20.0
 
 
 def _slower_if_late(test: Callable[[Any, Device], None]) -> Callable[[Any, Device], None]:
@@ -47,7 +47,7 @@ def _slower_if_late(test: Callable[[Any, Device], None]) -> Callable[[Any, Devic
     return tried
 
 
-class DeviceSuite(DevicePages):
+class DeviceSuite(DevicePages, DeviceJobs):
     """What every device must do. Inherit it in a test class and give :meth:`make_device`.
 
     A device that is not asynchronous leaves :meth:`kernel` and :meth:`set_latency` as they are; the tests
@@ -69,6 +69,19 @@ class DeviceSuite(DevicePages):
         del seconds
         stream = device.current_stream()
         device.copy(target, device.host_bytes(_filled(target.numel(), byte)), stream)
+
+    def gate(self, device: Device) -> Callable[[], None]:
+        """Let the current stream stand still behind what is queued there, until the result is called."""
+        raise NotImplementedError
+
+    @contextmanager
+    def shut_gate(self, device: Device) -> Iterator[Callable[[], None]]:
+        """A :meth:`gate`, which is open at the end at the latest."""
+        open_gate = self.gate(device)
+        try:
+            yield open_gate
+        finally:
+            open_gate()
 
     def set_latency(self, device: Device, seconds: float) -> None:
         """Let every copy take so long."""
@@ -227,10 +240,10 @@ class DeviceSuite(DevicePages):
                     assert engine.register(back)
                 memory = device.empty(len(here))
                 loaded = engine.copy_in(_parts(memory, here, sizes))
-                loaded.order(device.current_stream(), deadline_in(_AMPLE_S))
+                loaded.order(device.current_stream(), deadline_in(ample_s()))
                 event = device.event()
                 event.record(device.current_stream())
-                engine.copy_out(_parts(memory, back, sizes), after=[event]).wait(deadline_in(_AMPLE_S))
+                engine.copy_out(_parts(memory, back, sizes), after=[event]).wait(deadline_in(ample_s()))
                 assert back == here
             engine.unregister(here)
 
@@ -240,38 +253,52 @@ class DeviceSuite(DevicePages):
         with closing(self._engine(device)) as engine:
             for number in range(1, 21):
                 self.kernel(device, memory, number, 0.002)
-                self._save(device, engine, [(memory, here)]).wait(deadline_in(_AMPLE_S))
+                self._save(device, engine, [(memory, here)]).wait(deadline_in(ample_s()))
                 assert bytes(here) == bytes([number]) * _N
 
     def test_layers_overlap_and_come_in_order(self, lazy: Device) -> None:
-        """Copies of one layer go on while the next computes; nobody sees another layer's bytes."""
-        # one whose threads had to wait for a core says nothing; none is in time where nothing overlaps
-        slower = (1, 1, 2, 4, 8, 8)  # so that waits for a core count less and less
-        assert any(self._overlap(lazy, 8, compute_s=0.03 * by, copy_s=0.02 * by) for by in slower)
+        """Copies of one layer go on while the next computes, and nobody sees another layer's bytes.
 
-    def _overlap(self, lazy: Device, layers: int, *, compute_s: float, copy_s: float) -> bool:
+        No clock judges it: the second layer computes until the first has come, and the model's thread has
+        queued all of them by then, with fewer slots than layers.
+        """
+        layers = 4
         memory = [lazy.empty(_N) for _ in range(layers)]
         got: list[tuple[int, int, int]] = []
-        tickets: list[CopyTicket] = []
-        with closing(self._engine(lazy, slots=3, slot_nbytes=_N)) as engine:
-            self.set_latency(lazy, copy_s)
-            started = time.monotonic()
-            for layer in range(layers):
-                self.kernel(lazy, memory[layer], layer + 1, compute_s)
-                event = lazy.event()
-                event.record(lazy.current_stream())
-
-                def ready(_: CopyTicket, slot: Slot | None, layer: int = layer) -> None:
-                    assert slot is not None
-                    got.append((layer, slot.view[0], slot.view[-1]))
-                    slot.release()
-
-                tickets.append(engine.lend_out([memory[layer]], ready, after=[event]))
-            blocked = time.monotonic() - started
-            tickets[-1].wait(deadline_in(_AMPLE_S))
-            total = time.monotonic() - started
+        came = threading.Semaphore(0)
+        with closing(self._engine(lazy, slots=2, slot_nbytes=_N)) as engine:
+            events = [self._computed(lazy, memory[0], 1)]
+            with self.shut_gate(lazy):
+                events += [self._computed(lazy, memory[layer], layer + 1) for layer in range(1, layers)]
+                tickets = [self._lend(engine, got, came, n, memory[n], events[n]) for n in range(layers)]
+                assert came.acquire(timeout=ample_s())
+                assert got == [(0, 1, 1)]
+                assert not any(ticket.settled for ticket in tickets[1:])
+            tickets[-1].wait(deadline_in(ample_s()))
         assert got == [(layer, layer + 1, layer + 1) for layer in range(layers)]
-        return blocked < total / 3 and total < 0.95 * layers * (compute_s + copy_s)
+
+    def _computed(self, device: Device, memory: DeviceBytes, byte: int) -> Event:
+        self.kernel(device, memory, byte)
+        event = device.event()
+        event.record(device.current_stream())
+        return event
+
+    def _lend(
+        self,
+        engine: CopyEngine,
+        got: list[tuple[int, int, int]],
+        came: threading.Semaphore,
+        layer: int,
+        memory: DeviceBytes,
+        event: Event,
+    ) -> CopyTicket:
+        def ready(_: CopyTicket, slot: Slot | None) -> None:
+            assert slot is not None
+            got.append((layer, slot.view[0], slot.view[-1]))
+            slot.release()
+            came.release()
+
+        return engine.lend_out([memory], ready, after=[event])
 
     def test_a_slot_is_nobody_elses_until_it_is_released(self, device: Device) -> None:
         """A consumer slower than the copies: more layers than slots, and the model's thread never waits."""
@@ -291,11 +318,11 @@ class DeviceSuite(DevicePages):
                     came.release()
 
                 engine.lend_out([memory[layer]], ready, after=[event])
-            assert came.acquire(timeout=_AMPLE_S)
-            assert came.acquire(timeout=_AMPLE_S)
+            assert came.acquire(timeout=ample_s())
+            assert came.acquire(timeout=ample_s())
             assert not came.acquire(timeout=0.05), "both slots are lent"
             for number in range(layers):
-                assert number < 2 or came.acquire(timeout=_AMPLE_S)
+                assert number < 2 or came.acquire(timeout=ample_s())
                 layer, slot = lent[number]
                 assert layer == number
                 assert bytes(slot.view) == bytes([layer + 1]) * _N
@@ -307,14 +334,14 @@ class DeviceSuite(DevicePages):
         """The copy into a block that is still read comes after the read."""
         memory, old, new, seen = lazy.empty(_N), _filled(_N, 1), _filled(_N, 2), self._pinned(lazy)
         with closing(self._engine(lazy)) as engine:
-            engine.copy_in([(memory, old)]).wait(deadline_in(_AMPLE_S))
+            engine.copy_in([(memory, old)]).wait(deadline_in(ample_s()))
             other = lazy.empty(_N)
             self.kernel(lazy, other, 0, self.slow_s)
             lazy.copy(seen.bytes, memory, lazy.current_stream())  # the reader, behind a slow kernel
             read = lazy.event()
             read.record(lazy.current_stream())
             ticket = engine.copy_in([(memory, new)], after=[read])
-            ticket.wait(deadline_in(_AMPLE_S))
+            ticket.wait(deadline_in(ample_s()))
             assert read.query()
             assert seen.byte == 1
 
@@ -329,13 +356,13 @@ class DeviceSuite(DevicePages):
             self.set_latency(lazy, self.slow_s)
             tickets = [engine.copy_out([(memory, view)]) for view in here]
             assert not tickets[-2].cancel(time.monotonic() - 1) or tickets[-2].settled
-            assert tickets[-1].cancel(deadline_in(_AMPLE_S))
-            assert tickets[-2].cancel(deadline_in(_AMPLE_S))
+            assert tickets[-1].cancel(deadline_in(ample_s()))
+            assert tickets[-2].cancel(deadline_in(ample_s()))
             copies = [bytes(here[2]), bytes(here[3])]
             for ticket in tickets[:2]:
-                ticket.wait(deadline_in(_AMPLE_S))
+                ticket.wait(deadline_in(ample_s()))
             with pytest.raises(RequestCancelledError):
-                tickets[-1].wait(deadline_in(_AMPLE_S))
+                tickets[-1].wait(deadline_in(ample_s()))
             assert copies == [bytes(here[2]), bytes(here[3])]
             assert bytes(here[3]) == bytes(_N)
             assert bytes(here[0]) == bytes([5]) * _N
@@ -351,7 +378,7 @@ class DeviceSuite(DevicePages):
             ticket = engine.copy_out([(memory, here)])
             with pytest.raises(TransferTimeoutError):
                 ticket.wait(deadline_in(0.001))
-            ticket.wait(deadline_in(_AMPLE_S))
+            ticket.wait(deadline_in(ample_s()))
             assert bytes(here) == bytes([8]) * _N
 
     def test_the_end_is_told_once(self, device: Device) -> None:
@@ -370,7 +397,7 @@ class DeviceSuite(DevicePages):
                 engine.copy_in([(memory[:0], here[:0])], done=done),
             ]
             for ticket in tickets:
-                ticket.wait(deadline_in(_AMPLE_S))
+                ticket.wait(deadline_in(ample_s()))
         assert sorted(map(id, told)) == sorted(map(id, tickets))
 
     def test_a_closed_engine_says_so_and_leaves_nothing(self, device: Device) -> None:

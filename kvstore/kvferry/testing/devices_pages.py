@@ -22,11 +22,28 @@ from kvferry.device.copy_engine import CopyEngine
 if TYPE_CHECKING:
     from kvferry.device.base import Device, DeviceBytes
 
-__all__ = ["DevicePages"]
+__all__ = [
+    "DevicePages",
+    "ample_s",
+    "device_bytes",
+    "host_regions",
+    "memory_behind",
+    "on_device",
+    "pages_spec",
+    "read_region",
+]
 
 _PAGES, _TOKENS, _HEADS, _DIM = 7, 4, 3, 10
 _USED = (5, 0, 3)  # pages of three blocks, in no order
 _ITEM = DType.BFLOAT16.itemsize
+_AMPLE = {"seconds": 20.0}
+
+
+def ample_s(seconds: float | None = None) -> float:
+    """What a test waits at most for what comes at once; set to less where it is to fail."""
+    if seconds is not None:
+        _AMPLE["seconds"] = seconds
+    return _AMPLE["seconds"]
 
 
 class DevicePages:
@@ -39,32 +56,32 @@ class DevicePages:
     @pytest.mark.parametrize("layout", sorted(LAYOUTS))
     def test_pages_of_every_layout_are_exact(self, device: Device, layout: str) -> None:
         """As the same copies on the host make them, and nothing beside them is touched (C006, C081)."""
-        spec = _spec(layout)
+        spec = pages_spec(layout)
         loaded, saved = _slots(spec, 1), _slots(spec, 2)
-        expected, _ = _host_regions(spec, layout)
+        expected = host_regions(spec, layout)
         mirror = RegionPlan(spec, expected)
         HostCopier().start(Transfer(mirror, _USED, loaded, to_pages=True), (0, 1), 0, 3, None)
-        regions = [_on_device(device, region) for region in _host_regions(spec, layout)[0]]
+        regions = [on_device(device, region) for region in host_regions(spec, layout)]
         plan = RegionPlan(spec, regions)
         with closing(CopyEngine(device, slots=2, slot_nbytes=4096)) as engine:
             copier = DeviceCopier(engine)
             for layer in (0, 1):
                 _finish(copier.start(Transfer(plan, _USED, loaded, to_pages=True), [layer], 0, 3, None))
             for there, here in zip(regions, expected, strict=True):
-                assert _read(engine, there) == bytes(_owner(here))
+                assert read_region(engine, there) == bytes(memory_behind(here))
             _finish(copier.start(Transfer(plan, _USED, saved, to_pages=False), (0, 1), 0, 3, None))
         padded = [bytes(slot) for slot in saved]
         assert padded == [_without_padding(spec, slot) for slot in loaded]
 
     def test_pages_are_saved_behind_the_kernel_that_writes_them(self, device: Device) -> None:
         """The event goes along to the device; nobody waits for it here."""
-        spec = _spec("stacked_nhd")
-        regions = [_on_device(device, region) for region in _host_regions(spec, "stacked_nhd")[0]]
+        spec = pages_spec("stacked_nhd")
+        regions = [on_device(device, region) for region in host_regions(spec, "stacked_nhd")]
         plan, slots = RegionPlan(spec, regions), _slots(spec, 3)
         with closing(CopyEngine(device, slots=2, slot_nbytes=4096)) as engine:
             copier = DeviceCopier(engine)
             for region in regions:
-                self.kernel(device, _device_bytes(region), 9, 0.02)
+                self.kernel(device, device_bytes(region), 9, 0.02)
             event = device.event()
             event.record(device.current_stream())
             after: Event = event
@@ -80,7 +97,8 @@ class DevicePages:
             device.memory_of(np.zeros(4))
 
 
-def _spec(layout: str) -> KVSpec:
+def pages_spec(layout: str) -> KVSpec:
+    """Small blocks of two layers that a layout can hold."""
     shape = (_TOKENS, _HEADS, _DIM) if "h" in LAYOUTS[layout] else (_TOKENS, _DIM)
     names = ("k", "v") if layout != "nd" else ("latent",)
     layer = LayerSpec(tuple(TensorSpec(name, shape, DType.BFLOAT16) for name in names))
@@ -104,16 +122,16 @@ def _without_padding(spec: KVSpec, slot: memoryview) -> bytes:
     return bytes(block)
 
 
-def _host_regions(spec: KVSpec, layout: str) -> tuple[list[Region], list[ByteArray]]:
+def host_regions(spec: KVSpec, layout: str) -> list[Region]:
+    """Regions of an engine's pages in host memory, of a layout, filled with one byte."""
     axes = LAYOUTS[layout]
     sizes = {"b": _PAGES, "s": 2, "n": _TOKENS, "h": _HEADS, "d": _DIM, "c": 2 * _DIM}
     shape = tuple(sizes[axis] for axis in axes)
     apart = [""] if "s" in axes or "c" in axes else [t.name for t in spec.layers[0].tensors]
-    regions, memories = [], []
+    regions = []
     for layer in range(len(spec.layers)):
         for tensor in apart:
             memory = np.full(math.prod(shape) * _ITEM, 0xEE, np.uint8)
-            memories.append(memory)
             array = memory.view(np.uint16).reshape(shape)
             regions.append(
                 Region(
@@ -127,12 +145,12 @@ def _host_regions(spec: KVSpec, layout: str) -> tuple[list[Region], list[ByteArr
                     owner=memory,
                 )
             )
-    return regions, memories
+    return regions
 
 
-def _on_device(device: Device, like: Region) -> Region:
+def on_device(device: Device, like: Region) -> Region:
     """The same region in the device's memory, with the same bytes."""
-    here = _owner(like)
+    here = memory_behind(like)
     memory = device.empty(here.nbytes)
     device.copy(memory, device.host_bytes(here.data), stream := device.new_stream())
     stream.synchronize()
@@ -143,25 +161,28 @@ def _on_device(device: Device, like: Region) -> Region:
     )  # fmt: skip
 
 
-def _owner(region: Region) -> ByteArray:
+def memory_behind(region: Region) -> ByteArray:
+    """Of a region in host memory."""
     assert isinstance(region.owner, np.ndarray)
     return region.owner
 
 
-def _device_bytes(region: Region) -> DeviceBytes:
+def device_bytes(region: Region) -> DeviceBytes:
+    """Of a region on a device."""
     memory: DeviceBytes = region.owner  # type: ignore[assignment]
     return memory
 
 
-def _read(engine: CopyEngine, region: Region) -> bytes:
-    memory = _device_bytes(region)
+def read_region(engine: CopyEngine, region: Region) -> bytes:
+    """What a region on a device holds."""
+    memory = device_bytes(region)
     here = page_aligned(memory.numel())
-    engine.copy_out([(memory, here)]).wait(deadline_in(20))
+    engine.copy_out([(memory, here)]).wait(deadline_in(ample_s()))
     return bytes(here)
 
 
 def _finish(copying: Copying) -> None:
-    deadline = deadline_in(20)
+    deadline = deadline_in(ample_s())
     while not copying.query():
         assert not is_past(deadline)
         time.sleep(0.0005)

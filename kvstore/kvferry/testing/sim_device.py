@@ -5,6 +5,9 @@ no buffer, so that host code which touches it fails at once. Freed memory is poi
 stream it was freed on, copies keep only the bytes alive and not their owner, pageable host memory blocks,
 and a copy that crosses two registrations counts as pageable. What a stream's work raises stays: from then
 on every call fails, as on a real device.
+
+Beside the time that work takes, streams keep a clock of their own: what it would be if work took just as long
+as was said, and nothing but streams and events ever held it up. With ``sleeps=False`` only that clock moves.
 """
 
 from __future__ import annotations
@@ -39,12 +42,13 @@ class SimEvent:
 
     def __init__(self, device: SimDevice) -> None:
         self._device = device
-        self.point: tuple[SimStream, int] | None = None
+        self.point: tuple[SimStream, int, list[float]] | None = None  # and the clock there, once it is passed
 
     def record(self, stream: SimStream | None = None, /) -> None:
         """See :meth:`Event.record`; without a stream, this thread's current one."""
         stream = stream or self._device.current_stream()
-        self.point = (stream, stream.push(_nothing))
+        clock: list[float] = []
+        self.point = (stream, stream.push(lambda: clock.append(stream.clock)), clock)
 
     def query(self) -> bool:
         """See :meth:`Event.query`."""
@@ -66,14 +70,23 @@ class SimStream:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._cond = threading.Condition()
         self._pushed = self._done = 0
+        self.clock = 0.0
+        """When its work so far would have been done."""
         self._thread = threading.Thread(target=self._run, name="kvferry-sim-stream", daemon=True)
         self._thread.start()
 
-    def push(self, work: Callable[[], None]) -> int:
-        """Queue work; its number."""
+    def push(self, work: Callable[[], None], seconds: float = 0.0) -> int:
+        """Queue work that takes some time; its number."""
+
+        def timed() -> None:
+            self.clock += seconds
+            if self._device.sleeps:
+                time.sleep(seconds)
+            work()
+
         with self._cond:
             self._pushed += 1
-            self._work.put(work)
+            self._work.put(timed if seconds else work)
             return self._pushed
 
     def passed(self, number: int) -> bool:
@@ -89,8 +102,13 @@ class SimStream:
     def wait_event(self, event: SimEvent, /) -> None:
         """See :meth:`Stream.wait_event`."""
         if event.point is not None:
-            stream, number = event.point
-            self.push(lambda: stream.join(number))
+            stream, number, clock = event.point
+
+            def wait() -> None:
+                stream.join(number)
+                self.clock = max(self.clock, clock[0])
+
+            self.push(wait)
 
     def query(self) -> bool:
         """See :meth:`Stream.query`."""
@@ -148,6 +166,7 @@ class SimDevice(Device):
         s_per_mib: What a MiB of a copy takes.
         jitter_s: Up to so much more a copy, at random.
         max_pinned_nbytes: Host memory that can be registered at a time.
+        sleeps: Whether work really takes its time.
 
     Attributes:
         errors: What work raised: the first makes every later call fail.
@@ -164,9 +183,11 @@ class SimDevice(Device):
         s_per_mib: float = 0.0,
         jitter_s: float = 0.0,
         max_pinned_nbytes: int = 1 << 40,
+        sleeps: bool = True,
     ) -> None:
         self.index, self.total_nbytes, self.max_pinned_nbytes = index, total_nbytes, max_pinned_nbytes
         self.fixed_s, self.s_per_mib, self.jitter_s = fixed_s, s_per_mib, jitter_s
+        self.sleeps = sleeps
         self.errors: list[Exception] = []
         self._random = random.Random(index)
         self._lock = threading.RLock()
@@ -241,12 +262,7 @@ class SimDevice(Device):
             self.fixed_s + self.s_per_mib * src.numel() / (1 << 20) + self._random.random() * self.jitter_s
         )
 
-        def work() -> None:
-            if delay:
-                time.sleep(delay)
-            np.copyto(target, source)
-
-        number = stream.push(work)
+        number = stream.push(lambda: np.copyto(target, source), delay)
         if not all(self.is_pinned(side.array) for side in (dst, src) if isinstance(side, HostBytes)):
             stream.join(number)
 
@@ -262,13 +278,24 @@ class SimDevice(Device):
     def kernel(self, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
         """Stand-in for a kernel on the current stream: takes ``seconds``, then writes ``byte`` all over."""
         raw = self._raw(target)
+        self.current_stream().push(lambda: raw.fill(byte), seconds)
 
-        def work() -> None:
-            if seconds:
-                time.sleep(seconds)
-            raw.fill(byte)
+    def gate(self) -> threading.Event:
+        """Let the current stream stand still until the event that is returned is set, or for a minute."""
+        gate = threading.Event()
+        self.current_stream().push(lambda: self._pass(gate))
+        return gate
 
-        self.current_stream().push(work)
+    def _pass(self, gate: threading.Event) -> None:
+        if not gate.wait(_WAIT_S):
+            self.errors.append(TimeoutError("nobody opened a gate"))
+
+    @property
+    def clock(self) -> float:
+        """When all work so far would have been done, see the module."""
+        self.synchronize()
+        with self._lock:
+            return max(stream.clock for stream in self._streams)
 
     def fail(self, error: Exception) -> None:
         """Let the next work of the default stream raise: the device is dead from then on."""
@@ -338,7 +365,3 @@ class SimDevice(Device):
 
 def _span(array: ByteArray) -> tuple[int, int]:
     return int(array.ctypes.data), array.nbytes
-
-
-def _nothing() -> None:
-    pass

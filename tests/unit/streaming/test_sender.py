@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.spec import DType, LayerSpec, TensorSpec
 from kvferry.streaming import LayerSender
+from kvferry.testing.blocks import wait_until
 from kvferry.testing.prompt_kv import PromptKV
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire.messages import (
@@ -190,6 +192,25 @@ def test_no_view_is_referenced_after_finish(peer: Peer, kv: PromptKV) -> None:
 def _finish_peer(channel: Channel) -> None:
     _take(channel, FinishStream)
     channel.send(DONE, deadline=deadline_in(20))
+
+
+def test_memory_is_given_back_when_it_was_sent(peer: Peer, kv: PromptKV) -> None:
+    """Once a layer, not before, and also if nothing of it, or nothing more, is sent."""
+    sender, channel = _opened(peer, kv, StreamReady(missing=(0, 1), ring=1))
+    sent: list[int] = []
+    for layer in range(4):
+        sender.put_layer(layer, kv.put(layer), sent=partial(sent.append, layer))
+    sender.put_layer(0, [], sent=partial(sent.append, 4))
+    assert 4 in sent
+    _take(channel, PutLayer)
+    wait_until(lambda: sorted(sent) == [0, 4], 20)
+    channel.send(LayerAck(), deadline=deadline_in(5))
+    _take(channel, PutLayer)
+    wait_until(lambda: sent[2:] == [1], 20)
+    sender.abort("test")
+    assert sorted(sent) == [0, 1, 2, 3, 4]
+    sender.put_layer(3, kv.put(3), sent=partial(sent.append, 5))
+    assert sent[-1] == 5
 
 
 def test_no_view_is_referenced_after_abort(peer: Peer, kv: PromptKV) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,12 @@ def _send(
     channel = end.connect()
     sender = LayerSender(channel, kv.spec, codec=link)
     sender.begin("s", kv.keys, kv.tail_tokens, deadline=deadline_in(20))
+    sent: list[int] = []
     with end.receiver(deadline_in(20)) as receiver:
         for layer in range(len(kv.spec.layers)):
-            sender.put_layer(layer, kv.put(layer))
+            sender.put_layer(layer, kv.put(layer), sent=partial(sent.append, layer))
         done = sender.finish(handoff(len(kv.tokens)), deadline_in(20))
+        assert sorted(sent) == list(range(len(kv.spec.layers)))
         receiver.wait(deadline_in(20))
         check(receiver)
     channel.close()
