@@ -129,6 +129,18 @@ GROUPS: dict[str, Group] = {
         ),
         runner="kvferry.bench.scenarios.store:run",
     ),
+    "device": Group(
+        name="device",
+        summary="copies from and to a device, its pages gathered and scattered, layers saved behind compute",
+        scenarios=(
+            "device.copy_in",
+            "device.copy_out",
+            "device.gather",
+            "device.scatter",
+            "device.save_layers",
+        ),
+        runner="kvferry.bench.scenarios.device:run",
+    ),
 }
 
 

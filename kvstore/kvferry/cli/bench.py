@@ -227,6 +227,34 @@ def transport(
     _run("transport", Options(runs=runs, params=params), as_json=as_json)
 
 
+@app.command("device")
+def device(
+    *,
+    kind: Annotated[
+        str,
+        typer.Option("--device", metavar="cpu|sim|cuda|musa", help="With a number, as musa:1, or without."),
+    ] = "cpu",
+    scenario: Scenario = None,
+    sizes: Annotated[
+        Text, typer.Option(metavar="SIZE,…", help="Sizes of one copy. [default: 1MiB,16MiB]")
+    ] = None,
+    layers: Annotated[Number, typer.Option(min=1, help="Layers of device.save_layers. [default: 32]")] = None,
+    walk: Walk = None,
+    runs: Runs = 9,
+    as_json: Json = False,
+) -> None:
+    """Copies from and to a device, its pages gathered and scattered, layers saved behind compute.
+
+    Copies stand beside bare copies of pinned memory and a cold memcpy; pages of 16 tokens (64 KiB a layer)
+    beside a cold memcpy; saves beside compute and copies alone, with what of the shorter was hidden. cpu is
+    the host's memory, sim a simulated device that sleeps. Takes about a GiB of both memories.
+    """
+    from kvferry.bench.registry import Options
+
+    params = {"device": kind, "scenario": scenario, "sizes": sizes, "layers": layers, "walk": walk}
+    _run("device", Options(runs=runs, params=params), as_json=as_json)
+
+
 @app.command("codec")
 def codec(
     *,
