@@ -73,7 +73,7 @@ def _child(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
         yield child
     finally:
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ class Answer(NamedTuple):
     data: ByteArray
 
 
-def serve(command: Sequence[str], requests: Sequence[Request], timeout_s: float = 100) -> list[Answer]:
+def serve(command: Sequence[str], requests: Sequence[Request], timeout_s: float = 300) -> list[Answer]:
     """Run all ``requests`` in one process of ``serve.c``.
 
     Raises:

@@ -30,6 +30,8 @@ from kvferry.core.buffers import ByteArray
 from kvferry.core.errors import CorruptBlockError
 from kvferry.testing.kernel_process import ARM, X86, Answer, Request, build, serve
 
+pytestmark = pytest.mark.timeout(600)  # they compile, some for a minute and a half beside other work
+
 ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "codecs" / "kvferry" / "codecs" / "native"
 SERVE = ROOT / "tests" / "native" / "serve.c"
