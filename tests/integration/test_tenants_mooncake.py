@@ -68,5 +68,5 @@ def test_each_tenant_has_its_own_blocks_in_the_pool(tmp_path: Path) -> None:
                     assert lease.view(n) == block_bytes(key, SPEC.block_nbytes)
             assert clients[t].stats().per_tier["mooncake"]["present"] == 0, "it was taken for another's"
         assert daemon.terminate() == 0
-        for token in tokens.values():
-            assert token.decode()[18:] not in daemon.err
+        for secret in tokens.values():
+            assert secret.decode()[18:] not in daemon.err
