@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from kvferry.device.base import Device, DeviceBytes
+from kvferry.device.base import Device
 from kvferry.device.cpu import CpuDevice
+from kvferry.testing.device_hooks import SimHooks
 from kvferry.testing.device_pools import DevicePoolSuite
 from kvferry.testing.sim_device import SimDevice
 
@@ -15,19 +16,7 @@ class TestCpu(DevicePoolSuite):
         return CpuDevice()
 
 
-class TestSim(DevicePoolSuite):
-    def make_device(self) -> Device:
-        return SimDevice()
-
-    def end_device(self, device: Device) -> None:
-        assert isinstance(device, SimDevice)
-        device.synchronize()
-        device.close()
-
-    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
-        assert isinstance(device, SimDevice)
-        device.kernel(target, byte, seconds)
-
+class TestSim(SimHooks, DevicePoolSuite):
     def set_latency(self, device: Device, seconds: float) -> None:
         assert isinstance(device, SimDevice)
         device.jitter_s = seconds

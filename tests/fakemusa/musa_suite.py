@@ -17,13 +17,14 @@ from kvferry.core.errors import DeviceError
 from kvferry.device.base import Device, DeviceBytes
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.torch_device import MusaDevice
+from kvferry.testing.device_hooks import DeviceHooks
 from kvferry.testing.device_pools import DevicePoolSuite
 from kvferry.testing.devices import DeviceSuite
 
 fakemusa: Any = importlib.import_module("fakemusa")  # torch has the device from here on
 
 
-class TestFakeMusa(DeviceSuite):
+class _MusaHooks(DeviceHooks):
     def make_device(self) -> Device:
         return MusaDevice()
 
@@ -34,17 +35,13 @@ class TestFakeMusa(DeviceSuite):
         number = fakemusa.native.gate()
         return lambda: fakemusa.native.open_gates(number)
 
+
+class TestFakeMusa(_MusaHooks, DeviceSuite):
     def set_latency(self, device: Device, seconds: float) -> None:
         fakemusa.native.set_latency(int(seconds * 1e6), 0)
 
 
-class TestFakeMusaPool(DevicePoolSuite):
-    def make_device(self) -> Device:
-        return MusaDevice()
-
-    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
-        fakemusa.native.kernel(target, byte, int(seconds * 1e6))
-
+class TestFakeMusaPool(_MusaHooks, DevicePoolSuite):
     def set_latency(self, device: Device, seconds: float) -> None:
         fakemusa.native.set_jitter(int(seconds * 1e6))
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
 import pytest
 
-from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.memory import MemoryStore
 from kvferry.core.regions import LAYOUTS, Region
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
-from kvferry.device.base import Device, DeviceBytes
+from kvferry.device.base import Device
 from kvferry.store.device import DevicePool
 from kvferry.testing.blocks import block_bytes
+from kvferry.testing.device_hooks import DeviceHooks
 from kvferry.testing.pool_stress import PoolStress, page_runs, stress_spec
 
 __all__ = ["DevicePoolSuite"]
@@ -25,29 +24,12 @@ __all__ = ["DevicePoolSuite"]
 _AMPLE_S = 20.0
 
 
-class DevicePoolSuite:
+class DevicePoolSuite(DeviceHooks):
     """What a :class:`~kvferry.store.device.DevicePool` must do on every device.
 
-    Inherit it in a test class and give :meth:`make_device`; for an asynchronous one the other hooks too.
+    Inherit it in a test class and give the hooks; ``set_latency`` gives the most that a copy takes, at random
+    where that can be.
     """
-
-    @abstractmethod
-    def make_device(self) -> Device:
-        """The device; it may be the same one for every test."""
-
-    def end_device(self, device: Device) -> None:
-        """Called after each test."""
-        device.synchronize()
-
-    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
-        """Queue on the current stream what takes ``seconds`` and then writes ``byte`` all over ``target``."""
-        del seconds
-        filled = page_aligned(target.numel())
-        np.frombuffer(filled, np.uint8).fill(byte)
-        device.copy(target, device.host_bytes(filled), device.current_stream())
-
-    def set_latency(self, device: Device, seconds: float) -> None:
-        """Let every copy take up to about so long, at random where that can be."""
 
     @pytest.fixture
     def device(self) -> Iterator[Device]:

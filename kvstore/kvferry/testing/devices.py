@@ -6,9 +6,8 @@ import functools
 import gc
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from kvferry.device.base import Device, DeviceBytes, Event
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.pinned import Slot
 from kvferry.device.tickets import CopyPart, CopyTicket
+from kvferry.testing.device_hooks import filled
 from kvferry.testing.devices_jobs import DeviceJobs
 from kvferry.testing.devices_pages import DevicePages, ample_s
 
@@ -48,43 +48,12 @@ def _slower_if_late(test: Callable[[Any, Device], None]) -> Callable[[Any, Devic
 
 
 class DeviceSuite(DevicePages, DeviceJobs):
-    """What every device must do. Inherit it in a test class and give :meth:`make_device`.
+    """What every device must do. Inherit it in a test class and give the :class:`DeviceHooks`.
 
-    A device that is not asynchronous leaves :meth:`kernel` and :meth:`set_latency` as they are; the tests
-    of what can go wrong between streams are skipped for it.
+    ``set_latency`` gives the time of every copy.
     """
 
     slow_s = _SLOW_S
-
-    @abstractmethod
-    def make_device(self) -> Device:
-        """The device; it may be the same one for every test."""
-
-    def end_device(self, device: Device) -> None:
-        """Called after each test."""
-        device.synchronize()
-
-    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
-        """Queue on the current stream what takes ``seconds`` and then writes ``byte`` all over ``target``."""
-        del seconds
-        stream = device.current_stream()
-        device.copy(target, device.host_bytes(_filled(target.numel(), byte)), stream)
-
-    def gate(self, device: Device) -> Callable[[], None]:
-        """Let the current stream stand still behind what is queued there, until the result is called."""
-        raise NotImplementedError
-
-    @contextmanager
-    def shut_gate(self, device: Device) -> Iterator[Callable[[], None]]:
-        """A :meth:`gate`, which is open at the end at the latest."""
-        open_gate = self.gate(device)
-        try:
-            yield open_gate
-        finally:
-            open_gate()
-
-    def set_latency(self, device: Device, seconds: float) -> None:
-        """Let every copy take so long."""
 
     @pytest.fixture
     def device(self) -> Iterator[Device]:
@@ -332,7 +301,7 @@ class DeviceSuite(DevicePages, DeviceJobs):
 
     def test_a_load_waits_for_the_last_reader_of_its_target(self, lazy: Device) -> None:
         """The copy into a block that is still read comes after the read."""
-        memory, old, new, seen = lazy.empty(_N), _filled(_N, 1), _filled(_N, 2), self._pinned(lazy)
+        memory, old, new, seen = lazy.empty(_N), filled(_N, 1), filled(_N, 2), self._pinned(lazy)
         with closing(self._engine(lazy)) as engine:
             engine.copy_in([(memory, old)]).wait(deadline_in(ample_s()))
             other = lazy.empty(_N)
@@ -349,7 +318,7 @@ class DeviceSuite(DevicePages, DeviceJobs):
     def test_cancel_returns_when_no_more_bytes_can_come(self, lazy: Device) -> None:
         """What waits is dropped; what is in flight ends first."""
         memory = lazy.empty(_N)
-        here = [_filled(_N, 0) for _ in range(4)]
+        here = [filled(_N, 0) for _ in range(4)]
         self.kernel(lazy, memory, 5)
         lazy.synchronize()
         with closing(self._engine(lazy, slots=1, slot_nbytes=_N, max_copies=1)) as engine:
@@ -370,7 +339,7 @@ class DeviceSuite(DevicePages, DeviceJobs):
     @_slower_if_late
     def test_a_wait_ends_at_its_deadline_and_the_copy_goes_on(self, lazy: Device) -> None:
         """Its buffers are the engine's until the ticket is settled."""
-        memory, here = lazy.empty(_N), _filled(_N, 0)
+        memory, here = lazy.empty(_N), filled(_N, 0)
         self.kernel(lazy, memory, 8)
         lazy.synchronize()
         with closing(self._engine(lazy)) as engine:
@@ -444,12 +413,6 @@ class _Pinned:
     def byte(self) -> int:
         """The one byte that it consists of; -1 if they differ."""
         return self.view[0] if len(set(self.view)) == 1 else -1
-
-
-def _filled(nbytes: int, byte: int) -> memoryview:
-    view = page_aligned(nbytes)
-    view[:] = bytes([byte]) * nbytes
-    return view
 
 
 def _parts(memory: DeviceBytes, here: memoryview, sizes: tuple[int, ...]) -> list[CopyPart]:

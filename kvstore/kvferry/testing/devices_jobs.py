@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvferry.core.spec import KVSpec
 from kvferry.device.block_copier import DeviceCopier
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.streaming import LayerSender, PageSender
+from kvferry.testing.device_hooks import DeviceHooks
 from kvferry.testing.devices_pages import (
     ample_s,
     device_bytes,
@@ -34,21 +35,13 @@ from kvferry.testing.streams import DecodeEnd
 from kvferry.wire.messages import Handoff, SamplingParams
 
 if TYPE_CHECKING:
-    from kvferry.device.base import Device, DeviceBytes, Event
+    from kvferry.device.base import Device, Event
 
 __all__ = ["DeviceJobs"]
 
 
-class DeviceJobs:
+class DeviceJobs(DeviceHooks):
     """What jobs and streams of pages must do on every device."""
-
-    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
-        """See :class:`~kvferry.testing.devices.DeviceSuite`."""
-        raise NotImplementedError
-
-    def shut_gate(self, device: Device) -> AbstractContextManager[Callable[[], None]]:
-        """See :class:`~kvferry.testing.devices.DeviceSuite`."""
-        raise NotImplementedError
 
     def test_layers_are_saved_behind_kernels_and_loaded_before_readers(self, device: Device) -> None:
         """C004: bytes are the kernels', the device waits for a load, the arena is copied to directly."""

@@ -18,6 +18,7 @@ from kvferry.core.regions import LAYOUTS, Region, RegionPlan
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.device.block_copier import DeviceCopier
 from kvferry.device.copy_engine import CopyEngine
+from kvferry.testing.device_hooks import DeviceHooks
 
 if TYPE_CHECKING:
     from kvferry.device.base import Device, DeviceBytes
@@ -46,12 +47,8 @@ def ample_s(seconds: float | None = None) -> float:
     return _AMPLE["seconds"]
 
 
-class DevicePages:
+class DevicePages(DeviceHooks):
     """What :class:`~kvferry.device.block_copier.DeviceCopier` must do on every device."""
-
-    def kernel(self, device: Device, target: DeviceBytes, byte: int, seconds: float = 0.0) -> None:
-        """See :class:`~kvferry.testing.devices.DeviceSuite`."""
-        raise NotImplementedError
 
     @pytest.mark.parametrize("layout", sorted(LAYOUTS))
     def test_pages_of_every_layout_are_exact(self, device: Device, layout: str) -> None:
