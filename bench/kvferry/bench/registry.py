@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.bench.pairing import MIN_RUNS, Progress
 from kvferry.bench.results import Param, Result
 from kvferry.core.errors import UnknownPluginError
+from kvferry.core.nearest import did_you_mean
 
 __all__ = ["GROUPS", "Comparison", "Group", "Options", "run_group"]
 
@@ -26,6 +27,18 @@ class Options:
         """The value asked for ``name``, else ``default``."""
         value = (self.params or {}).get(name)
         return default if value is None else value
+
+    def scenario(self, known: Collection[str]) -> str:
+        """The one scenario that was asked for, or empty for all.
+
+        Raises:
+            UnknownPluginError: If it is none of ``known``.
+        """
+        name = str(self.param("scenario", ""))
+        if name and name not in known:
+            near = did_you_mean(name, list(known))
+            raise UnknownPluginError(f"no scenario {name!r}{near}; there are: {', '.join(known)}")
+        return name
 
 
 class Runner(Protocol):

@@ -10,8 +10,7 @@ from kvferry.bench.ceilings import COLD_NBYTES
 from kvferry.bench.pairing import MIN_RUNS, Progress
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Param, Result
-from kvferry.core.errors import ConfigError, UnknownPluginError
-from kvferry.core.nearest import did_you_mean
+from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_nbytes
 from kvferry.device import Device, open_device
 from kvferry.testing.sim_device import SimDevice
@@ -58,10 +57,7 @@ class DeviceOptions:
         Raises:
             ConfigError: For a value that cannot be used.
         """
-        scenario = str(options.param("scenario", ""))
-        if scenario and scenario not in SCENARIOS:
-            near = did_you_mean(scenario, list(SCENARIOS))
-            raise UnknownPluginError(f"no scenario {scenario!r}{near}; there are: {', '.join(SCENARIOS)}")
+        scenario = options.scenario(SCENARIOS)
         sizes = tuple(parse_nbytes(size) for size in str(options.param("sizes", _SIZES)).split(","))
         walk = parse_nbytes(options.param("walk", COLD_NBYTES))
         if min(sizes) < 1 or max(sizes) > walk:

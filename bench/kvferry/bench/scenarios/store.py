@@ -19,8 +19,7 @@ from kvferry.bench.pairing import MIN_RUNS, Progress
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Param, Result
 from kvferry.core.cachedir import cache_dir
-from kvferry.core.errors import CapacityError, ConfigError, StoreError, UnknownPluginError
-from kvferry.core.nearest import did_you_mean
+from kvferry.core.errors import CapacityError, ConfigError, StoreError
 from kvferry.core.units import format_nbytes, parse_nbytes
 from kvferry.store.encoding import TierCodec
 
@@ -93,10 +92,7 @@ class StoreOptions:
         Raises:
             ConfigError: For a value that cannot be used.
         """
-        scenario = str(options.param("scenario", ""))
-        if scenario and scenario not in _ALL:
-            near = did_you_mean(scenario, list(_ALL))
-            raise UnknownPluginError(f"no scenario {scenario!r}{near}; there are: {', '.join(_ALL)}")
+        scenario = options.scenario(_ALL)
         url = str(options.param("url", "unix:auto" if scenario in DAEMON_SCENARIOS else ""))
         if url and scenario in SCENARIOS:
             raise ConfigError(f"--url is for {', '.join(DAEMON_SCENARIOS)}; {scenario} has no daemon")

@@ -160,11 +160,8 @@ def _sizes(text: str, walk_nbytes: int) -> tuple[int, ...]:
 
 def _scenarios(options: Options, address: str) -> tuple[str, ...]:
     """Those that were asked for, without transports that are not installed unless they were named."""
-    name = str(options.param("scenario", ""))
+    name = options.scenario(SCENARIOS)
     if name:
-        if name not in SCENARIOS:
-            near = did_you_mean(name, list(SCENARIOS))
-            raise UnknownPluginError(f"no scenario {name!r}{near}; there are: {', '.join(SCENARIOS)}")
         return (name,)
     if address:
         scheme = parse_url(address, default_port=0).scheme
