@@ -30,6 +30,8 @@ TURNS = 6  # conversations, each of two prompts
 class _HostStream:
     """The stream of who computes on the host: work is done when it is queued, and waits are waited for."""
 
+    clock = 0.0
+
     def push(self, work: Callable[[], None]) -> int:
         work()
         return 0
