@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +17,7 @@ from kvferry.core.errors import (
     OverloadedError,
     SpecMismatchError,
 )
+from kvferry.core.eviction import Entry, LRUPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
@@ -290,6 +291,41 @@ def test_a_key_that_is_there_already_keeps_its_page(device: GatedDevice, namespa
         assert pool.available_blocks == 3
 
 
+@pytest.mark.parametrize(
+    ("keys", "pages", "parent", "why"),
+    [
+        ([0, 1], [0, 0], None, "under two keys"),
+        ([0, 0], [0, 1], None, "given twice"),
+        ([0, 1], [0, 1], 1, "its parent is the key before the first, None at the head"),
+        ([0, 1], [0], None, "2 keys are to be published, in 1 pages"),
+    ],
+)
+def test_what_is_no_run_of_a_chain_in_pages_of_its_own_is_not_published(
+    device: GatedDevice, namespace: Namespace, keys: list[int], pages: list[int], parent: int | None, why: str
+) -> None:
+    with _pool(device, 2) as pool:
+        space, chain, mine = pool.space(namespace), _keys(namespace, 1, 2), pool.allocate(2)
+        with pytest.raises(ConfigError, match=why):
+            space.publish(
+                [chain[n] for n in keys],
+                [mine[n] for n in pages],
+                parent=None if parent is None else chain[parent],
+            )
+        assert pool.stats().entries == 0
+        with pytest.raises(ConfigError, match="given twice"):
+            space.acquire([chain[0], chain[0]])
+        pool.release(mine)
+        assert pool.stats().free_blocks == 2
+
+
+@pytest.mark.parametrize("count", [-1, True, 1.5])
+def test_so_many_pages_cannot_be_allocated(device: GatedDevice, count: int) -> None:
+    with _pool(device, 2) as pool:
+        with pytest.raises(ConfigError, match="count is"):
+            pool.allocate(count)
+        assert pool.stats().free_blocks == 2
+
+
 def test_a_removed_block_lives_until_its_last_holder_and_its_copy(
     one: tuple[DevicePool, PoolSpace], device: GatedDevice, namespace: Namespace
 ) -> None:
@@ -341,6 +377,43 @@ def test_spare_pages_are_made_in_the_background(device: GatedDevice, namespace: 
         stats = pool.stats()
         assert stats.lost_blocks == 0
         assert stats.demoted_blocks >= 4
+
+
+def test_spare_pages_are_made_also_when_blocks_are_given_back(
+    device: GatedDevice, namespace: Namespace
+) -> None:
+    with _pool(device, 3, PoolOptions(spare_blocks=3)) as pool:
+        space = pool.space(namespace)
+        pages = _save(pool, space, device, _keys(namespace, 1, 3))
+        assert pool.flush(deadline=deadline_in(20))  # its thread has nothing to do
+        pool.release(pages)
+        wait_until(lambda: pool.stats().free_blocks == 3, 20)  # without another allocation
+
+
+class _Unwilling(LRUPolicy):
+    """Lets nothing go, and says when it was asked."""
+
+    asked = 0
+
+    def victims(self, nbytes: int, pinned: Callable[[Entry], bool]) -> Iterator[Entry]:
+        del nbytes, pinned
+        self.asked += 1
+        return iter(())
+
+
+def test_a_policy_that_lets_nothing_go_is_not_asked_all_the_time(
+    device: GatedDevice, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.store.device.demotion._LOOK_S", 3600.0)
+    policy = _Unwilling()
+    made = DevicePool(
+        SPEC, device, num_blocks=2, options=PoolOptions(spare_blocks=2), eviction=lambda _: policy
+    )
+    with made as pool:
+        pool.release(_save(pool, pool.space(namespace), device, _keys(namespace, 1)))
+        wait_until(lambda: policy.asked > 0, 20)
+        time.sleep(_A_WHILE_S)
+        assert policy.asked <= 2, "its thread takes a whole processor"
 
 
 def test_a_store_below_that_is_full_costs_the_block_and_no_more(device: GatedDevice) -> None:

@@ -91,7 +91,7 @@ class Demotion:
                 self.put(block, leaving=False)
 
     def look(self) -> None:
-        """Pages were taken: more may have to be made free."""
+        """Pages were taken, or blocks became idle: more pages may have to be made free."""
         if self._wants_room():
             self._work.notify()
 
@@ -122,8 +122,12 @@ class Demotion:
                     self._work.wait()
                 if self._stopping:
                     return
+                before = pool.table.free_pages
                 pool.make_spare()
                 batch = self._batch()
+                if not batch and pool.table.free_pages == before:  # the policy gives nothing just now
+                    self._work.wait(_LOOK_S)
+                    continue
                 self._busy = True
             try:
                 self._copy(batch)

@@ -199,8 +199,10 @@ class DevicePool:
 
         Raises:
             CapacityError: If there are fewer; none is taken.
+            ConfigError: If it is no whole number.
             DeviceError: If the device has failed, or the pool is closed.
         """
+        require_whole("count", count, least=0)
         pages, events = self.take(count, after=after, deadline=deadline)
         self.order(stream, events)
         return pages
@@ -307,6 +309,7 @@ class DevicePool:
                 if block is not None:
                     table.drop(block)
             table.give_back([p for p, b in zip(pages, blocks, strict=True) if b is None])
+            self.demotion.look()
             self.changed.notify_all()
 
     def record(self) -> Event | None:

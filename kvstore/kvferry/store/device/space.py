@@ -87,8 +87,10 @@ class PoolSpace:
                 the kernels that write them.
 
         Raises:
+            ConfigError: If a key is given twice.
             DeviceError: If the device has failed, or the pool is closed.
         """
+        _require_run(keys)
         pool = self._pool
         with pool.lock:
             pool.require_open()
@@ -116,6 +118,7 @@ class PoolSpace:
 
         Raises:
             CapacityError: If there are not enough pages; none is held.
+            ConfigError: If a key is given twice.
             DeviceError: If the device has failed, or the pool is closed.
         """
         shared = self.acquire(keys, stream=stream)
@@ -155,9 +158,15 @@ class PoolSpace:
             Blocks newly in the pool.
 
         Raises:
-            ConfigError: If a page is not the caller's to publish; nothing is published.
+            ConfigError: If a page is not the caller's to publish or is given twice, or the keys are no run
+                behind ``parent``; nothing is published.
             DeviceError: If the device has failed, or the pool is closed.
         """
+        _require_run(keys if parent is None else [parent, *keys])
+        if len(keys) != len(pages):
+            raise ConfigError(f"{len(keys)} keys are to be published, in {len(pages)} pages")
+        if len(set(pages)) < len(pages):
+            raise ConfigError(f"pages {list(pages)} are to be published: one of them under two keys")
         pool = self._pool
         if event is None:
             event = pool.record()
@@ -294,6 +303,16 @@ class PoolSpace:
             pool.unused(pages, events)
             raise
         return pages
+
+
+def _require_run(keys: Sequence[BlockKey]) -> None:
+    """Blocks of a ring have no head: they would never be copied down."""
+    if len(set(keys)) < len(keys):
+        again = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise ConfigError(
+            f"key {again[:8].hex()}… is given twice: a run of a chain has each once, and its parent is the "
+            "key before the first, None at the head"
+        )
 
 
 def _let_go(lease: ReadLease) -> bool:
