@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import socket
@@ -241,6 +242,39 @@ def test_a_signal_reaches_its_handler(two: tuple[Channel, Channel], spawn: Any, 
         with pytest.raises(KeyboardInterrupt):
             client.receive(deadline_in(60))
         killed.result(20)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_that_comes_during_a_look_reaches_its_handler(pair: Any, spawn: Any, until: Any) -> None:
+    client, server = pair("tcp")
+    server._connection.spin_s = 1.0  # long enough for the signal to come meanwhile
+    server._connection._recv_limit = math.inf  # so that the kernel waits longer than the test
+    server._open()
+    until_then = deadline_in(20)
+    while not server._short.looked():
+        client.send(m.LayerAck(), deadline=until_then)
+        server.receive(deadline_in(3600))
+    handled = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        handled.set()
+        raise KeyboardInterrupt
+
+    def kill() -> bool:
+        until(lambda: server._connection.bare.inside)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        told = handled.wait(20)
+        if not told:
+            client.abort()  # ends the wait that should have ended
+        return told
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        killed = spawn(kill)
+        with pytest.raises((KeyboardInterrupt, ConnectionClosedError)):
+            server.receive(deadline_in(3600))
+        assert killed.result(40)
     finally:
         signal.signal(signal.SIGALRM, before)
 

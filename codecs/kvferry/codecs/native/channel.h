@@ -46,6 +46,7 @@ typedef struct {
     uint64_t max_meta, max_payload, progress[2]; // what an error is about: bytes moved and all, or two hashes
     uint64_t flags;                              // of every frame
     kvc_look look;                               // before waiting for a frame
+    uint64_t since;                              // when a wait began that has looked in vain, and is to sleep; else 0
     int receive_flags;
     unsigned forks;
 } kvc_channel;
@@ -260,10 +261,12 @@ static ssize_t channel_read(const kvc_channel *c, const channel_lane *l, size_t 
 }
 
 // As channel_read for the first bytes of a frame: waits for them, and looks for them before it sleeps if that is worth it.
+// After a look in vain it is called again to sleep, with `since` set: signals that came meanwhile would not end the sleep.
 static ssize_t channel_first(kvc_channel *c, const channel_lane *l, size_t end, int flags) {
     if (!c->look.most_ns) return channel_read(c, l, 0, end, flags);
-    const uint64_t start = look_now();
-    const int looks = look_begin(&c->look, start);
+    const int looked = c->since != 0;
+    const uint64_t start = looked ? c->since : look_now();
+    const int looks = !looked && look_begin(&c->look, start);
     ssize_t n = -1;
     int there = 0;
     for (uint64_t now = start; looks && now - start < c->look.most_ns && !look_crowded(now); now = look_yield(now)) {
@@ -271,9 +274,14 @@ static ssize_t channel_first(kvc_channel *c, const channel_lane *l, size_t end, 
         there = n >= 0 || errno != EAGAIN;
         if (there) break;
     }
+    c->since = looks && !there ? start : 0;
+    if (c->since) {
+        errno = EINTR;
+        return -1;
+    }
     if (!there) n = channel_read(c, l, 0, end, flags);
     const int error = errno;
-    look_end(&c->look, looks, look_now() - start);
+    look_end(&c->look, looks || looked, look_now() - start);
     errno = error;
     return n;
 }
@@ -343,10 +351,19 @@ static PyObject *channel_receive(kvc_channel *c, PyObject *const *args, const kv
     const channel_lane *l = channel_at(c, CHANNEL_RECEIVED);
     if (c->pending || channel_limit(c, l, deadline, 0) < 0 || !channel_enter(c, l)) return channel_none();
     c->room = channel_room(c, CHANNEL_RECEIVED);
-    PyThreadState *thread = PyEval_SaveThread();
-    const ssize_t n = channel_frame(c, l, ahead);
-    const int error = n < 0 ? errno : 0;
-    PyEval_RestoreThread(thread);
+    ssize_t n;
+    int error;
+    do {
+        PyThreadState *thread = PyEval_SaveThread();
+        n = channel_frame(c, l, ahead);
+        error = n < 0 ? errno : 0;
+        PyEval_RestoreThread(thread);
+    } while (c->since && !PyErr_CheckSignals());
+    if (c->since) {
+        c->since = 0;
+        channel_exit(l);
+        return NULL;
+    }
     const int closed = channel_is_closed(l);
     channel_exit(l);
     *channel_position(c, CHANNEL_RECEIVED) += c->have;
