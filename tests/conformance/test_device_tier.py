@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import OverloadedError
+from kvferry.core.errors import CapacityError, OverloadedError
 from kvferry.core.keys import BlockKey
 from kvferry.device.base import Device
 from kvferry.device.cpu import CpuDevice
@@ -165,3 +165,13 @@ def test_it_is_a_plug_in_with_options() -> None:
     assert tier.usage().status["device"] == "cpu:0"
     tier.close()
     assert open_device("sim:1").name == "sim:1"
+
+
+def test_a_device_without_the_room_is_said_with_the_remedy() -> None:
+    options = DeviceTierOptions(device="given", capacity_nbytes=64 << 20)
+    device = GatedDevice(total_nbytes=1 << 20)
+    with pytest.raises(
+        CapacityError, match=r"tier far: it takes 64 MiB .* 1 MiB are free: lower its capacity"
+    ):
+        DeviceTier("far", options, device)
+    device.close()

@@ -16,10 +16,11 @@ import xxhash
 
 from kvferry.core.block_table import Leave
 from kvferry.core.clock import is_past
-from kvferry.core.errors import ConfigError, DeviceError, KVFerryError, TransferTimeoutError
+from kvferry.core.errors import CapacityError, ConfigError, DeviceError, KVFerryError, TransferTimeoutError
 from kvferry.core.eviction import Entry
 from kvferry.core.keys import BlockKey
 from kvferry.core.tier_plugins import TierOption
+from kvferry.core.units import format_nbytes
 from kvferry.device.base import Device
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.registry import open_device
@@ -92,7 +93,14 @@ class DeviceTier(Tier):
         self.name, self.options = name, options
         self.device = device or open_device(options.device)
         nbytes = options.num_pages * options.page_nbytes
-        self.memory = self.device.empty(nbytes)
+        try:
+            self.memory = self.device.empty(nbytes)
+        except CapacityError as error:
+            free = format_nbytes(self.device.memory().free_nbytes)
+            raise CapacityError(
+                f"tier {name}: it takes {format_nbytes(nbytes)} of {self.device.name} at once, {free} are free: "
+                "lower its capacity"
+            ) from error
         self.engine = CopyEngine(
             self.device,
             slots=options.slots,
