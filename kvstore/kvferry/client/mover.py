@@ -15,6 +15,7 @@ from kvferry.client.registration import Registration
 from kvferry.core.blockstore import Completion, Namespace
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import KVFerryError, RequestCancelledError, StoreError
+from kvferry.core.head_shards import HeadShard
 from kvferry.core.paged_copy import BlockCopier, HostCopier
 from kvferry.core.regions import Region, RegionPlan
 
@@ -55,14 +56,21 @@ class BlockMover:
         self._closed = False
         self._threads: list[threading.Thread] = []
 
-    def register(self, namespace: Namespace, regions: Sequence[Region]) -> Registration:
+    def register(
+        self, namespace: Namespace, regions: Sequence[Region], *, shard: HeadShard | None = None
+    ) -> Registration:
         """An engine's paged memory for the blocks of a namespace.
+
+        Args:
+            namespace: Whose blocks.
+            regions: All of them; together they hold each tensor of each layer once.
+            shard: Which KV heads they have, where a tensor-parallel group of another size stored the blocks.
 
         Raises:
             ConfigError: As :class:`RegionPlan`, and if nothing here copies on that kind of device.
             StoreError: If it is closed.
         """
-        plan = RegionPlan(namespace.spec, regions)
+        plan = RegionPlan(namespace.spec, regions, shard=shard)
         if plan.device not in self._copiers:
             known = ", ".join(self._copiers)
             raise StoreError(f"regions on {plan.device!r}: nothing here copies there; {known} can be had")

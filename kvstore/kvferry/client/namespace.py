@@ -26,6 +26,7 @@ from kvferry.core.errors import (
     TransportError,
     UnavailableError,
 )
+from kvferry.core.head_shards import HeadShard
 from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens, require_key, require_keys, split_keys
 from kvferry.core.regions import Region
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
@@ -321,17 +322,20 @@ class ClientNamespace:
 
     # ---- the rest --------------------------------------------------------------------------------
 
-    def register(self, regions: Sequence[Region]) -> Registration:
+    def register(self, regions: Sequence[Region], *, shard: HeadShard | None = None) -> Registration:
         """Register an engine's own paged memory: blocks are loaded into it, and saved from it, by jobs.
 
         Args:
             regions: All of them, with their layouts; together they hold each tensor of each layer once.
+            shard: Which KV heads they have, where a tensor-parallel group of another size stored the blocks
+                (:class:`~kvferry.core.regions.RegionPlan`). One that needs several ranks' blocks registers
+                with the namespace of each.
 
         Raises:
             ConfigError: If a layout is not known by name, or a region is not what its layout and the spec
                 say; asks nobody.
         """
-        return self.client.mover.register(self, regions)
+        return self.client.mover.register(self, regions, shard=shard)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """Bring blocks up from slower tiers in the background; does nothing if the daemon is away."""

@@ -30,7 +30,8 @@ _ORDERS = ("layer", "block")
 class Registration:
     """Regions of paged memory that blocks are loaded into and saved from. Thread safe.
 
-    Two jobs that touch the same block at a time are the engine's to avoid.
+    Two jobs that touch the same block at a time are the engine's to avoid, except loads of different heads
+    into it (``shard``).
 
     Attributes:
         mover: What moves them.
@@ -102,11 +103,17 @@ class Registration:
             lossy: They were computed behind blocks that have lost something (:attr:`LoadJob.lossy`).
 
         Raises:
-            ConfigError: For a block that was not registered, a key that is none or comes twice, or if
-                there are not as many of both.
+            ConfigError: For a block that was not registered, a key that is none or comes twice, if there
+                are not as many of both, or if the engine's blocks have not all heads of those to be stored.
             StoreError: If it is closed.
         """
         self._require_open()
+        heads = self.plan.heads
+        if heads is not None and not self.plan.whole_blocks:
+            raise ConfigError(
+                f"save {job!r}: these pages have {heads.count} of the {heads.in_blocks} KV heads of a block, "
+                "and only whole blocks are stored; save under the spec of the rank that has the pages"
+            )
         keys = require_keys(keys)
         checked_pages(self.plan, block_ids)
         if len(set(keys)) != len(block_ids) or len(keys) != len(block_ids):

@@ -9,15 +9,16 @@ are which of the block's layer slice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.head_shards import HeadShard, SharedHeads
 from kvferry.core.nearest import did_you_mean
-from kvferry.core.spec import DType, KVSpec, TensorSpec
+from kvferry.core.spec import DType, KVSpec, TensorSlot, TensorSpec
 
 __all__ = ["LAYOUTS", "Part", "Region", "RegionPlan"]
 
@@ -155,21 +156,28 @@ class RegionPlan:
     Args:
         spec: Of the blocks.
         regions: All of them; together they hold every tensor of every layer once.
+        shard: Which KV heads the regions have, where that is not what ``spec`` says: pages of one
+            tensor-parallel rank, blocks of one of a group of another size. What moves are the heads that both
+            have. A page that needs several ranks' blocks is filled by as many plans; tensors without heads
+            are the same in all of them.
 
     Attributes:
+        heads: What both have of the heads; ``None`` without a shard, and where no tensor has heads.
         blocks: Pages of each region: their numbers are below it.
         device: Where all regions are.
         layers: The parts of each layer.
         derived: What a copier has made of each, for itself.
 
     Raises:
-        ConfigError: If a layout is not known by name, or a region is not what its layout and the spec say.
+        ConfigError: If a layout is not known by name, or a region is not what its layout and the spec (and
+            the shard) say; if blocks and pages have no head in common, and as :meth:`HeadShard.shared`.
     """
 
-    def __init__(self, spec: KVSpec, regions: Sequence[Region]) -> None:
+    def __init__(self, spec: KVSpec, regions: Sequence[Region], *, shard: HeadShard | None = None) -> None:
         if not regions:
             raise ConfigError("no region is given; register one a layer at least")
-        self.spec = spec
+        self.spec, self.shard = spec, shard
+        self.heads = None if shard is None else shard.shared(spec)
         self.derived: dict[int, Any] = {}
         self.regions = tuple(regions)
         self.device = _same("device", [region.device for region in regions])
@@ -177,7 +185,7 @@ class RegionPlan:
         for region in regions:
             if not 0 <= region.layer < len(spec.layers):
                 raise ConfigError(f"{region.describe()}: the spec has {len(spec.layers)} layers")
-            for name, part in _parts(spec, region).items():
+            for name, part in _parts(spec, region, self.heads).items():
                 if name in found[region.layer]:
                     raise ConfigError(f"{region.describe()}: tensor {name!r} is in another region already")
                 found[region.layer][name] = part
@@ -191,6 +199,11 @@ class RegionPlan:
             (*(part for part in parts.values() if part.run), *_padding(spec, layer))
             for layer, parts in enumerate(found)
         )
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether the pages have all that a block has, so that it can be saved from them."""
+        return self.heads is None or self.heads.count == self.heads.in_blocks
 
 
 def _same(what: str, values: Sequence[Any]) -> Any:  # noqa: ANN401
@@ -219,7 +232,7 @@ def _padding(spec: KVSpec, layer: int) -> list[Part]:
     return [Part(0, 0, start + held, whole - held)] if whole > held else []
 
 
-def _parts(spec: KVSpec, region: Region) -> dict[str, Part]:
+def _parts(spec: KVSpec, region: Region, heads: SharedHeads | None) -> dict[str, Part]:
     """The parts of one region by the name of their tensor."""
     _check_strides(region)
     slots = {slot.spec.name: slot for slot in spec.layers[region.layer].slots()}
@@ -243,7 +256,7 @@ def _parts(spec: KVSpec, region: Region) -> dict[str, Part]:
         raise ConfigError(f"{region.describe()}: holds two tensors, the layer has {', '.join(slots)}")
     names = list(slots) if both else [_only_tensor(region, list(slots))]
     return {
-        name: _declared(region, axes, slots[name].spec, start + slots[name].offset, number)
+        name: _declared(region, axes, TensorSlot(slots[name].spec, start + slots[name].offset), number, heads)
         for number, name in enumerate(names)
     }
 
@@ -256,17 +269,18 @@ def _only_tensor(region: Region, names: Sequence[str]) -> str:
     return names[0]
 
 
-def _declared(region: Region, axes: str, tensor: TensorSpec, offset: int, number: int) -> Part:
-    wanted = tensor.shape
+def _declared(region: Region, axes: str, slot: TensorSlot, number: int, heads: SharedHeads | None) -> Part:
+    tensor, offset = slot
     letters = "nhd" if "h" in axes else "nd"
-    if len(wanted) != len(letters):
-        raise ConfigError(f"{region.describe()}: tensor {tensor.name!r} has the shape {list(wanted)}")
-    sizes = dict(zip(letters, wanted, strict=True))
+    if len(tensor.shape) != len(letters):
+        raise ConfigError(f"{region.describe()}: tensor {tensor.name!r} has the shape {list(tensor.shape)}")
+    moved = dict(zip(letters, tensor.shape, strict=True))
+    in_slot = dict(zip(letters, _dense_steps(tensor.shape, tensor.dtype.itemsize), strict=True))
+    sizes = dict(moved)
+    if heads is not None and "h" in axes:
+        sizes["h"], moved["h"] = heads.in_pages, heads.count
     sizes |= {"s": 2, "c": 2 * sizes["d"]}
-    named = dict(zip(axes, region.shape, strict=False))
-    if len(axes) != len(region.shape) or any(named[a] != sizes[a] for a in axes if a != "b"):
-        due = ", ".join(f"{_AXES[a]}" + (f" = {sizes[a]}" if a in "nhdc" else "") for a in axes)
-        raise ConfigError(f"{region.describe()}: its layout and the spec ask for [{due}]")
+    _check_shape(region, axes, sizes, heads)
     if region.itemsize != tensor.dtype.itemsize or region.dtype not in ("", tensor.dtype.value):
         raise ConfigError(f"{region.describe()}: tensor {tensor.name!r} is {tensor.dtype.value}")
     steps = dict(zip(axes, region.strides, strict=True))
@@ -274,7 +288,23 @@ def _declared(region: Region, axes: str, tensor: TensorSpec, offset: int, number
     if "c" in axes:
         steps["d"] = steps["c"]
         address += number * sizes["d"] * steps["c"]
-    return _part(region, address, steps["b"], offset, [(sizes[a], steps[a]) for a in letters])
+    if heads is not None and "h" in axes:
+        address += heads.first_in_pages * steps["h"]
+        offset += heads.first_in_blocks * in_slot["h"]
+    return _part(region, address, steps["b"], offset, [(moved[a], steps[a], in_slot[a]) for a in letters])
+
+
+def _check_shape(region: Region, axes: str, sizes: Mapping[str, int], heads: SharedHeads | None) -> None:
+    named = dict(zip(axes, region.shape, strict=False))
+    if len(axes) != len(region.shape) or any(named[a] != sizes[a] for a in axes if a != "b"):
+        due = ", ".join(f"{_AXES[a]}" + (f" = {sizes[a]}" if a in "nhdc" else "") for a in axes)
+        who = "the spec" if heads is None else "the shard"
+        raise ConfigError(f"{region.describe()}: its layout and {who} ask for [{due}]")
+
+
+def _dense_steps(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Bytes from one to the next along each axis of a dense array."""
+    return [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _opaque(region: Region, tensor: TensorSpec, offset: int) -> Part:
@@ -287,27 +317,38 @@ def _opaque(region: Region, tensor: TensorSpec, offset: int) -> Part:
         raise ConfigError(
             f"{region.describe()}: {nbytes} bytes a block, tensor {tensor.name!r} has {tensor.nbytes}"
         )
-    dims = list(zip(region.shape[1:], region.strides[1:], strict=True))
+    in_slot = _dense_steps(region.shape[1:], region.itemsize)
+    dims = list(zip(region.shape[1:], region.strides[1:], in_slot, strict=True))
     return _part(region, region.address, region.strides[0], offset, dims)
 
 
 def _part(
-    region: Region, address: int, page_nbytes: int, offset: int, dims: Sequence[tuple[int, int]]
+    region: Region, address: int, page_nbytes: int, offset: int, dims: Sequence[tuple[int, int, int]]
 ) -> Part:
-    """``dims`` as few loops as there can be around runs as long as they can be."""
-    run = nbytes = region.itemsize
+    """As few loops as there can be around runs as long as they can be.
+
+    ``dims``: how many there are along each axis, and the bytes between them in a page and in the slot.
+    """
+    run = region.itemsize
     loops: list[Loop] = []
-    for size, step in reversed(dims):
+    for size, step, slot_step in reversed(dims):
         if size == 0:
             return Part(address, page_nbytes, offset, 0, (), region)
-        if size > 1 and not loops and step == run:
+        last = loops[-1] if loops else None
+        if size > 1 and last is None and step == slot_step == run:
             run *= size
-        elif size > 1 and loops and step == loops[-1].page_step * loops[-1].times:
-            last = loops[-1]
-            loops[-1] = last._replace(times=last.times * size)  # the slot's steps are those of a dense array
+        elif (
+            size > 1
+            and last
+            and (step, slot_step)
+            == (
+                last.page_step * last.times,
+                last.slot_step * last.times,
+            )
+        ):
+            loops[-1] = last._replace(times=last.times * size)
         elif size > 1:
-            loops.append(Loop(size, step, nbytes))
-        nbytes *= size
+            loops.append(Loop(size, step, slot_step))
     if len(loops) > _MOST_LOOPS:
         raise ConfigError(
             f"{region.describe()}: strides {list(region.strides)} are too scattered to be moved"

@@ -64,11 +64,16 @@ class PageSender:
         plan: Of the pages, for the same spec as the sender's.
 
     Raises:
-        ConfigError: If a layer of a page is larger than a slot of the engine.
+        ConfigError: If a layer of a page is larger than a slot of the engine, or the plan is of a shard.
         DeviceError: If the pages are of another device.
     """
 
     def __init__(self, sender: LayerSender, engine: CopyEngine, plan: RegionPlan) -> None:
+        if plan.shard is not None:
+            raise ConfigError(
+                f"{plan.shard.describe()}: a stream sends pages with the heads that they have, make its plan "
+                "without a shard"
+            )
         self._sender, self._engine, self._plan = sender, engine, plan
         self._rows = [PageRow(engine.device, plan, layer) for layer in range(len(plan.layers))]
         for layer, row in enumerate(self._rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from contextlib import closing
@@ -19,6 +20,7 @@ from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.device.block_copier import DeviceCopier
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.testing.device_hooks import DeviceHooks
+from kvferry.testing.resharding import DevicePlace, ShardedKV, check_loads, check_saves
 
 if TYPE_CHECKING:
     from kvferry.device.base import Device, DeviceBytes
@@ -87,6 +89,19 @@ class DevicePages(DeviceHooks):
         assert untouched == bytes(_slots(spec, 3)[0])
         nines = _without_padding(spec, memoryview(bytes([9]) * spec.block_nbytes))
         assert full == [nines, nines]
+
+    @pytest.mark.parametrize(
+        ("layout", "kv_heads"), [("nhd", 8), ("hnd", 8), ("stacked_nhd", 2), ("stacked_hnd", 2)]
+    )
+    def test_heads_land_between_tensor_parallel_sizes(
+        self, device: Device, layout: str, kv_heads: int
+    ) -> None:
+        """C104: blocks of a group of any size into pages of any other, and back, with copies of heads too."""
+        with closing(CopyEngine(device, slots=4, slot_nbytes=1 << 16)) as engine:
+            place, kv = DevicePlace(engine), ShardedKV(kv_heads)
+            for sizes in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+                check_loads(place, kv, layout, sizes)
+                check_saves(place, kv, layout, sizes)
 
     def test_another_devices_memory_is_refused(self, device: Device) -> None:
         """Before a copy could poison the process (C117)."""

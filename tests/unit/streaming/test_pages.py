@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, DeviceError, KVFerryError, TransferTimeoutError
+from kvferry.core.head_shards import HeadShard
 from kvferry.core.keys import BlockKey
 from kvferry.core.regions import Region, RegionPlan
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
@@ -112,6 +113,18 @@ def test_a_dead_device_ends_the_stream_with_the_cause(device: SimDevice) -> None
             sender.finish(HANDOFF, deadline_in(20))
         assert network.aborted
         assert sender.put_layer(1, [(0, 5)]).query()  # the model is not broken in the middle of a layer
+
+
+def test_a_plan_of_a_shard_is_refused(device: SimDevice) -> None:
+    """Its pages have not what the blocks of the stream have."""
+    spec = pages_spec("stacked_nhd")
+    regions = [on_device(device, region) for region in host_regions(spec, "stacked_nhd")]
+    whole = HeadShard(kv_heads=spec.layers[0].tensors[0].shape[1], tp_rank=0, tp_size=1)
+    with (
+        closing(CopyEngine(device, slots=1, slot_nbytes=4096)) as engine,
+        pytest.raises(ConfigError, match="make its plan without a shard"),
+    ):
+        PageSender(cast("LayerSender", Network()), engine, RegionPlan(spec, regions, shard=whole))
 
 
 def test_a_layer_larger_than_a_slot_is_refused(device: SimDevice) -> None:
