@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import patch
 
 import pytest
@@ -169,19 +169,21 @@ def test_a_copy_in_waits_for_the_last_reader_of_its_page(
     pool.release(again.pages)
 
 
-def test_a_kernel_waits_for_the_last_reader_on_another_stream(
-    one: tuple[DevicePool, PoolSpace], device: GatedDevice, namespace: Namespace
-) -> None:
-    pool, space = one
-    keys = _keys(namespace, 1)
-    pool.release(_save(pool, space, device, keys))
-    assert pool.flush(deadline=deadline_in(20))
+def _reader_elsewhere(
+    pool: DevicePool, space: PoolSpace, device: GatedDevice, keys: Sequence[BlockKey]
+) -> _Reading:
+    """One of the page of ``keys`` on another stream, which waits for ``device.compute``; it holds no page."""
     device.compute.clear()
     with device.use(device.new_stream()):
         device.hold_compute()
         (page,) = space.acquire(keys)
         reading = _Reading(pool, device, page)
         pool.release([page])
+    return reading
+
+
+def _a_kernel_waits_for(reading: _Reading, pool: DevicePool, device: GatedDevice, byte: int) -> None:
+    """What is written into the pool's only page comes after the reader has had ``byte`` of it."""
     (page,) = pool.allocate(1)
     _fill(pool, device, page, 0xDD)
     written = pool.record()
@@ -189,8 +191,19 @@ def test_a_kernel_waits_for_the_last_reader_on_another_stream(
     time.sleep(_A_WHILE_S)
     assert not written.query()
     device.compute.set()
-    assert reading.bytes() == {keys[0][0]}
+    assert reading.bytes() == {byte}
     pool.release([page])
+
+
+def test_a_kernel_waits_for_the_last_reader_on_another_stream(
+    one: tuple[DevicePool, PoolSpace], device: GatedDevice, namespace: Namespace
+) -> None:
+    pool, space = one
+    keys = _keys(namespace, 1)
+    pool.release(_save(pool, space, device, keys))
+    assert pool.flush(deadline=deadline_in(20))
+    reading = _reader_elsewhere(pool, space, device, keys)
+    _a_kernel_waits_for(reading, pool, device, keys[0][0])
 
 
 def test_the_last_reader_is_known_still_after_a_copy_in_that_was_not_made(
@@ -201,23 +214,10 @@ def test_the_last_reader_is_known_still_after_a_copy_in_that_was_not_made(
     for keys in (second, first):
         pool.release(_save(pool, space, device, keys))
     assert pool.flush(deadline=deadline_in(20))
-    device.compute.clear()
-    with device.use(device.new_stream()):
-        device.hold_compute()
-        (page,) = space.acquire(first)
-        reading = _Reading(pool, device, page)
-        pool.release([page])
+    reading = _reader_elsewhere(pool, space, device, first)
     with patch.object(CopyEngine, "copy_in", side_effect=OverloadedError("too many copies wait")):
         assert space.restore(second, deadline=deadline_in(20)).pages == []
-    (page,) = pool.allocate(1)
-    _fill(pool, device, page, 0xDD)
-    written = pool.record()
-    assert written is not None
-    time.sleep(_A_WHILE_S)
-    assert not written.query()
-    device.compute.set()
-    assert reading.bytes() == {first[0][0]}
-    pool.release([page])
+    _a_kernel_waits_for(reading, pool, device, first[0][0])
 
 
 def test_a_reader_waits_for_the_kernel_of_another_stream(

@@ -98,8 +98,8 @@ class DeviceTier(Tier):
         except CapacityError as error:
             free = format_nbytes(self.device.memory().free_nbytes)
             raise CapacityError(
-                f"tier {name}: it takes {format_nbytes(nbytes)} of {self.device.name} at once, {free} are free: "
-                "lower its capacity"
+                f"tier {name}: it takes {format_nbytes(nbytes)} of {self.device.name} at once, {free} are "
+                "free: lower its capacity"
             ) from error
         self.engine = CopyEngine(
             self.device,
