@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import pytest
@@ -291,41 +292,6 @@ def test_a_key_that_is_there_already_keeps_its_page(device: GatedDevice, namespa
         assert pool.available_blocks == 3
 
 
-@pytest.mark.parametrize(
-    ("keys", "pages", "parent", "why"),
-    [
-        ([0, 1], [0, 0], None, "under two keys"),
-        ([0, 0], [0, 1], None, "given twice"),
-        ([0, 1], [0, 1], 1, "its parent is the key before the first, None at the head"),
-        ([0, 1], [0], None, "2 keys are to be published, in 1 pages"),
-    ],
-)
-def test_what_is_no_run_of_a_chain_in_pages_of_its_own_is_not_published(
-    device: GatedDevice, namespace: Namespace, keys: list[int], pages: list[int], parent: int | None, why: str
-) -> None:
-    with _pool(device, 2) as pool:
-        space, chain, mine = pool.space(namespace), _keys(namespace, 1, 2), pool.allocate(2)
-        with pytest.raises(ConfigError, match=why):
-            space.publish(
-                [chain[n] for n in keys],
-                [mine[n] for n in pages],
-                parent=None if parent is None else chain[parent],
-            )
-        assert pool.stats().entries == 0
-        with pytest.raises(ConfigError, match="given twice"):
-            space.acquire([chain[0], chain[0]])
-        pool.release(mine)
-        assert pool.stats().free_blocks == 2
-
-
-@pytest.mark.parametrize("count", [-1, True, 1.5])
-def test_so_many_pages_cannot_be_allocated(device: GatedDevice, count: int) -> None:
-    with _pool(device, 2) as pool:
-        with pytest.raises(ConfigError, match="count is"):
-            pool.allocate(count)
-        assert pool.stats().free_blocks == 2
-
-
 def test_a_removed_block_lives_until_its_last_holder_and_its_copy(
     one: tuple[DevicePool, PoolSpace], device: GatedDevice, namespace: Namespace
 ) -> None:
@@ -460,6 +426,23 @@ def test_a_dead_device_fails_everything_with_the_cause(
     assert errors
     assert "illegal memory access" in str(errors[0])
     assert namespace.lookup(keys).prefix == 0
+    device.errors.clear()  # so that the fixture can end it
+
+
+def test_a_flush_in_which_the_device_dies_is_not_done(
+    one: tuple[DevicePool, PoolSpace], device: GatedDevice, namespace: Namespace
+) -> None:
+    pool, space = one
+    pool.release(_save(pool, space, device, _keys(namespace, 1)))
+    device.out.clear()
+    with ThreadPoolExecutor(1) as executor:
+        flushed = executor.submit(pool.flush, deadline=deadline_in(60))
+        wait_until(lambda: device.held_out > 0, 20)
+        device.fail(RuntimeError("an illegal memory access"))
+        wait_until(lambda: bool(device.errors), 20)
+        device.out.set()
+        with pytest.raises(DeviceError, match="illegal memory access"):
+            flushed.result(60)
     device.errors.clear()  # so that the fixture can end it
 
 

@@ -380,6 +380,7 @@ class DevicePool:
                 if left <= 0:
                     return False
                 self.changed.wait(min(left, _RECHECK_S))
+            self.require_open()  # what was in flight when the device died is neither copied nor lost
             return self.demotion.lost_blocks == lost
 
     def stats(self) -> PoolStats:
