@@ -22,6 +22,7 @@ from kvferry.core.keys import BlockKey, block_keys
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import block_bytes, small_spec, wait_until
+from kvferry.testing.disk_usage import files_below
 
 SPACE = TierNamespace.of("default", small_spec("mounts", pages=64, layers=4))
 NBYTES = SPACE.spec.block_nbytes
@@ -101,7 +102,7 @@ def full(tier: DiskTier, disk: Path) -> None:
     ballast.unlink()
     wait_until(stored(tier, 6000), 30)
     assert tier.usage().healthy
-    assert not list(disk.rglob("*.tmp"))
+    assert not files_below(disk, ".tmp")
 
 
 def read_only(tier: DiskTier, disk: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["disk_usage", "stored_files"]
+__all__ = ["disk_usage", "files_below", "stored_files"]
 
 
 def disk_usage(folder: Path) -> int:
@@ -22,5 +22,10 @@ def disk_usage(folder: Path) -> int:
 
 def stored_files(folder: Path) -> list[Path]:
     """The files of blocks below ``folder`` but for those in quarantine, sorted; folders may go meanwhile."""
+    return [p for p in files_below(folder, ".safetensors") if ".quarantine" not in p.parts]
+
+
+def files_below(folder: Path, suffix: str) -> list[Path]:
+    """All files of that suffix below ``folder``, sorted; unlike with ``rglob``, folders may go meanwhile."""
     paths = (Path(where, name) for where, _, files in os.walk(folder) for name in files)
-    return sorted(p for p in paths if p.suffix == ".safetensors" and ".quarantine" not in p.parts)
+    return sorted(p for p in paths if p.suffix == suffix)

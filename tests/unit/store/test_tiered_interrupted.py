@@ -20,6 +20,7 @@ from kvferry.store.policies import OnEvict, WriteBack
 from kvferry.store.tier import BlockRead, BlockWrite, ReadResult, Tier, TierNamespace, WriteResult
 from kvferry.store.tiered import StoreOptions, TieredStore
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.disk_usage import stored_files
 from kvferry.testing.fake_tier import FakeTier, Fault
 from kvferry.testing.faulty_files import Call, FaultyFiles
 from kvferry.testing.store_calls import chain, loaded, settle
@@ -477,7 +478,7 @@ def test_a_removal_that_is_cut_short_leaves_keys_that_can_be_saved_again(
     error = TimeoutError("request timed out")
     with files.stalling("unlink") as begun, pytest.raises(TimeoutError), interrupted(error, begun):
         ns.remove(keys)  # the first waits, the others are not begun
-    wait_until(lambda: not list(tmp_path.rglob("*.safetensors")))
+    wait_until(lambda: not stored_files(tmp_path))
     assert not any(ns.lookup(keys).tiers)
     assert save_blocks(ns, keys, seconds=30) == len(keys)
     settle(store)

@@ -20,7 +20,7 @@ from kvferry.store.disk.batches import shares_of
 from kvferry.store.disk.blocks import is_aligned
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, WriteOutcome, WriteResult
 from kvferry.testing.blocks import block_bytes, small_spec
-from kvferry.testing.disk_usage import disk_usage
+from kvferry.testing.disk_usage import disk_usage, files_below, stored_files
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.tiers_common import (
     HIT,
@@ -43,10 +43,6 @@ def odd_spec(nbytes: int) -> KVSpec:
     """Blocks that end in the middle of a page."""
     layer = LayerSpec((TensorSpec("k", (4, 1, nbytes // 4), DType.UINT8),))
     return KVSpec(model=f"odd{nbytes}", revision="r1", layers=(layer,), block_tokens=4)
-
-
-def files_of(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*.safetensors") if ".quarantine" not in p.parts)
 
 
 @pytest.mark.parametrize("spec", [SPEC, odd_spec(4096 + 64), odd_spec(64), small_spec("big", pages=80)])
@@ -77,7 +73,7 @@ def test_files_are_the_same_with_and_without_o_direct(
         tier = make_tier(direct=direct, directories=(str(folder),))
         namespace = opened(tier, spec)
         write(tier, namespace, chain(namespace, 1, 20))
-        found.append([(p.name, p.read_bytes()) for p in files_of(folder)])
+        found.append([(p.name, p.read_bytes()) for p in stored_files(folder)])
     assert found[0] == found[1]
     assert len(found[0]) == 20
 
@@ -115,7 +111,7 @@ def test_what_is_wrong_with_one_file_is_no_matter_to_its_neighbours(
     namespace = opened(tier, SPEC)
     keys = chain(namespace, 1, 8)
     write(tier, namespace, keys)
-    paths = {p.name[:64]: p for p in files_of(folder)}
+    paths = {p.name[:64]: p for p in stored_files(folder)}
     gone, short, long, flipped = (paths[keys[n].hex()] for n in (0, 2, 4, 6))
     gone.unlink()
     os.truncate(short, 8192)
@@ -229,8 +225,8 @@ def test_nothing_is_written_after_close(
     # close wakes the caller, who cannot know yet what becomes of the file that hangs
     assert write_outcomes(results) == [WriteOutcome.FAILED] * 8
     assert all(r.in_flight is None or r.in_flight.wait(20) for r in results)
-    assert len(files_of(folder)) == 2
-    assert not list(folder.rglob("*.tmp"))
+    assert len(stored_files(folder)) == 2
+    assert not files_below(folder, ".tmp")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.store.disk import DiskTier
 from kvferry.store.tier import TierNamespace, WriteOutcome
 from kvferry.testing.blocks import wait_until
-from kvferry.testing.disk_usage import disk_usage
+from kvferry.testing.disk_usage import disk_usage, files_below
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.tiers_common import (
     HIT,
@@ -102,7 +102,7 @@ def test_a_folder_in_the_place_of_a_block(
     assert write_outcomes(write(tier, namespace, keys[4:6])) == [STORED] * 2
     assert outcomes(read(tier, namespace, keys)) == [HIT] * 10
     assert write_outcomes(write(tier, namespace, chain(namespace, 2, 10))) == [STORED] * 10
-    assert not list(folder.rglob("*.tmp"))
+    assert not files_below(folder, ".tmp")
     (kept,) = (folder / ".quarantine").rglob("something")
     assert kept.read_bytes() == b"of others"
     assert sum("in the way" in r.getMessage() for r in caplog.records) == 1

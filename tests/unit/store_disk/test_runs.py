@@ -23,7 +23,7 @@ from kvferry.store.disk.header import HeaderTemplate
 from kvferry.store.disk.runs import DONE, NOT_BEGUN, FileRuns, file_runs
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import small_spec
-from kvferry.testing.disk_usage import disk_usage
+from kvferry.testing.disk_usage import disk_usage, files_below
 from kvferry.testing.tiers_common import (
     HIT,
     MISS,
@@ -136,7 +136,7 @@ def test_evicted_files_are_written_over(make_tier: MakeTier, folder: Path, direc
     assert sum(o is HIT for o in outcomes(read(tier, namespace, keys[200:]))) == tier.usage().entries
     (folder / "kept").unlink()
     assert tier.usage().used_nbytes == disk_usage(folder) <= 2 << 20
-    assert not list(folder.rglob("*.tmp"))
+    assert not files_below(folder, ".tmp")
 
 
 def test_a_folder_in_the_way_costs_one_block(make_tier: MakeTier, folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_folder_in_the_way_costs_one_block(make_tier: MakeTier, folder: Path) 
     results = write(tier, namespace, keys)
     assert write_outcomes(results) == [PRESENT, STORED, STORED, IN_THE_WAY, *[STORED] * 5]
     assert "EISDIR" in results[3].reason
-    assert not list(folder.rglob("*.tmp"))
+    assert not files_below(folder, ".tmp")
     assert write_outcomes(write(tier, namespace, keys)) == [*[PRESENT] * 3, STORED, *[PRESENT] * 5]
     assert tier.usage().used_nbytes == disk_usage(folder)
 

@@ -18,7 +18,7 @@ from kvferry.core.spec import KeyScope
 from kvferry.store.disk import DiskTier
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import small_spec, wait_until
-from kvferry.testing.disk_usage import disk_usage, stored_files
+from kvferry.testing.disk_usage import disk_usage, files_below, stored_files
 from kvferry.testing.faulty_files import Call, FaultyFiles
 from kvferry.testing.tiers_common import (
     HIT,
@@ -170,7 +170,7 @@ def test_c049_a_short_write_and_a_full_device(make_tier: MakeTier, folder: Path)
     (result,) = write(tier, namespace, keys[1:2])
     assert result.outcome is WriteOutcome.FAILED
     assert "took 0 of" in result.reason
-    assert [p.name for p in folder.rglob("*.tmp")] == []
+    assert files_below(folder, ".tmp") == []
     assert tier.contains(namespace, keys, deadline=0) == [True, False, False]
     assert not tier.usage().healthy
     files.write_limit = None
@@ -189,7 +189,7 @@ def test_c049_a_limit_on_the_size_of_files(make_tier: MakeTier, folder: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.outcome is WriteOutcome.FAILED
-    assert list(folder.rglob("*.tmp")) == []
+    assert files_below(folder, ".tmp") == []
     assert tier.usage().used_nbytes == disk_usage(folder)
 
 
@@ -206,7 +206,7 @@ def test_whatever_call_fails_nothing_is_left(
         for number in range(3):
             results = write(tier, namespace, chain(namespace, number, 2))
             assert set(write_outcomes(results)) == {WriteOutcome.FAILED}
-    assert stored_files(folder) == list(folder.rglob("*.tmp")) == []
+    assert stored_files(folder) == files_below(folder, ".tmp") == []
     assert tier.usage().used_nbytes == disk_usage(folder)
     assert write_outcomes(write(tier, namespace, chain(namespace, 1, 2))) == [STORED] * 2
     assert len(lines(caplog, "going on without it")) == 1
@@ -249,7 +249,7 @@ def test_eviction_that_fails_loses_nothing(
     more = [chain(namespace, number, 1)[0] for number in range(200, 230)]
     wait_until(lambda: WriteOutcome.FAILED not in write_outcomes(write(tier, namespace, more)))
     assert tier.usage().used_nbytes == disk_usage(folder) <= 256 << 10
-    assert list(folder.rglob("*.tmp")) == []
+    assert files_below(folder, ".tmp") == []
 
 
 def test_evicted_files_are_written_over(make_tier: MakeTier, folder: Path) -> None:
