@@ -35,7 +35,7 @@ def cpu_s(pid: int) -> float:
     """Time of processors that the threads of a process have used, to the nanosecond."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             total += int((task / "schedstat").read_text().split()[0])
     return total / 1e9
 

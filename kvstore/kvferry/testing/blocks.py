@@ -72,7 +72,11 @@ def stop_process(pid: int) -> None:
     threads = Path(f"/proc/{pid}/task")
 
     def still() -> bool:
-        states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads.iterdir()]
+        try:
+            stats = [(thread / "stat").read_text() for thread in threads.iterdir()]
+        except (FileNotFoundError, ProcessLookupError):  # one ended meanwhile
+            return False
+        states = [stat.rpartition(")")[2].split()[0] for stat in stats]
         return all(state in "TZX" for state in states)
 
     wait_until(still)

@@ -23,10 +23,14 @@ def until_asleep(thread_id: int, deadline: float) -> None:
     """Wait until a thread of this process blocks in the kernel (where the system shows it)."""
     stat = Path(f"/proc/self/task/{thread_id}/stat")
     seen = 0
-    while seen < 5 and stat.exists():
+    while seen < 5:
         if time.monotonic() >= deadline:
             raise TransferTimeoutError(f"thread {thread_id} did not come to rest")
-        seen = seen + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
+        try:
+            state = stat.read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended, or the system does not show it
+            return
+        seen = seen + 1 if state == "S" else 0
         time.sleep(0.005)
 
 

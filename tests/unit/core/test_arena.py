@@ -146,7 +146,7 @@ def test_a_kernel_without_memory_leaves_no_descriptor(monkeypatch: pytest.Monkey
         patch.setattr(fcntl, "fcntl", refuse_second)
         with pytest.raises(OSError, match="not permitted"):
             Segment(0, PAGE, "default")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_a_segment_is_sealed() -> None:
