@@ -6,7 +6,6 @@ own lock is taken inside it.
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
 from collections import Counter
@@ -17,24 +16,14 @@ from kvferry.core.arena import Arena
 from kvferry.core.block_events import BlockJournal
 from kvferry.core.chains import Block, ChainIndex, ExactBlocks, StoredBlocks
 from kvferry.core.errors import StoreError
-from kvferry.core.eviction import Entry, EvictionPolicy
+from kvferry.core.eviction import Entry, EvictionPolicy, Leave, evictions
 from kvferry.core.keys import BlockKey
 from kvferry.core.segments import Slot
 
 if TYPE_CHECKING:
     from kvferry.core.memory_namespace import MemoryNamespace
 
-__all__ = ["BlockTable", "Leave"]
-
-
-class Leave(enum.Enum):
-    """Whether a block may be evicted."""
-
-    NOW = "now"
-    COPIED_FIRST = "copied first"
-    """It is being copied to a slower tier: whoever says so called :meth:`BlockTable.leave`."""
-    NOT_YET = "not yet"
-    """It must be copied, but the queue has no place: nothing is evicted until some copy is made."""
+__all__ = ["BlockTable"]
 
 
 class BlockTable:
@@ -273,16 +262,12 @@ class BlockTable:
         return slots
 
     def evictions(self, pinned: Callable[[Entry], bool]) -> Generator[bool, None, None]:
-        """Evict one block, or begin to, before each step (``True``); ends when nothing is left to evict."""
-        for victim in self.policy.victims(self.arena.capacity_nbytes, pinned):
-            assert isinstance(victim, Block)
-            answer = Leave.NOW if self.may_leave is None else self.may_leave(victim)
-            if answer is Leave.NOT_YET:
-                return
-            if answer is Leave.NOW:
-                self.forget(victim)
-                self.evicted_blocks += 1
-            yield True
+        """See :func:`~kvferry.core.eviction.evictions`."""
+        return evictions(self.policy, self.arena.capacity_nbytes, pinned, self.may_leave, self._evict)
+
+    def _evict(self, block: Block) -> None:
+        self.forget(block)
+        self.evicted_blocks += 1
 
     def leave(self, block: Block) -> None:
         """Hold a stored block that goes when its copy is made; ends with :meth:`left` or :meth:`stay`.
@@ -311,5 +296,4 @@ class BlockTable:
         self.stay(block)
         self.drop(block)
         if block.stored and not block.holds:
-            self.forget(block)
-            self.evicted_blocks += 1
+            self._evict(block)

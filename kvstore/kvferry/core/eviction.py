@@ -8,15 +8,18 @@ below the oldest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+import enum
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvferry.core.keys import BlockKey
 
 if TYPE_CHECKING:
     from kvferry.core.chains import ChainIndex
 
-__all__ = ["Entry", "EntryList", "EvictionPolicy", "LRUPolicy", "inner_victims"]
+__all__ = ["Entry", "EntryList", "EvictionPolicy", "LRUPolicy", "Leave", "evictions", "inner_victims"]
+
+E = TypeVar("E", bound="Entry")
 
 
 class Entry:
@@ -89,6 +92,42 @@ class EvictionPolicy(Protocol):
             pinned: Whether an entry has to stay now.
         """
         ...
+
+
+class Leave(enum.Enum):
+    """Whether a block may be evicted."""
+
+    NOW = "now"
+    COPIED_FIRST = "copied first"
+    """It is being copied to a slower tier: whoever says so has seen to that."""
+    NOT_YET = "not yet"
+    """It must be copied, but the queue has no place: nothing is evicted until some copy is made."""
+
+
+def evictions(
+    policy: EvictionPolicy,
+    nbytes: int,
+    pinned: Callable[[Entry], bool],
+    may_leave: Callable[[E], Leave] | None,
+    forget: Callable[[E], None],
+) -> Generator[bool, None, None]:
+    """Evict one entry, or begin to, before each step (``True``); ends when nothing is left to evict.
+
+    Args:
+        policy: Of a tier all of whose entries are of the kind that the others take.
+        nbytes: As many as the tier has.
+        pinned: Whether an entry has to stay.
+        may_leave: Asked before one goes; all may if there is nobody to ask.
+        forget: Takes one out of the index, and counts it.
+    """
+    victims: Iterator[Any] = policy.victims(nbytes, pinned)
+    for victim in victims:
+        answer = Leave.NOW if may_leave is None else may_leave(victim)
+        if answer is Leave.NOT_YET:
+            return
+        if answer is Leave.NOW:
+            forget(victim)
+        yield True
 
 
 class EntryList:

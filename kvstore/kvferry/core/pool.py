@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvferry.core.arena import Arena
-from kvferry.core.block_table import BlockTable, Leave
+from kvferry.core.block_table import BlockTable
 from kvferry.core.chains import Block
 from kvferry.core.eviction import EvictionPolicy
 from kvferry.core.keys import BlockKey
@@ -26,7 +26,7 @@ from kvferry.core.write_leases import HandleReference, SlotWriteLease, WriteReco
 if TYPE_CHECKING:
     from kvferry.core.memory_namespace import MemoryNamespace
 
-__all__ = ["BlockPool", "Fill", "Leave"]
+__all__ = ["BlockPool", "Fill"]
 
 _NOT_TOLD: Final = (-1, False)
 

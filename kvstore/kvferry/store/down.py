@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from kvferry.core.chains import Block
+from kvferry.core.eviction import Leave
 from kvferry.core.keys import BlockKey
-from kvferry.core.pool import BlockPool, Leave
+from kvferry.core.pool import BlockPool
 from kvferry.store.level import Level
 from kvferry.store.tier import TierNamespace
 from kvferry.store.writer import TierWriter

@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.bench.ceilings import MemcpyCold
-from kvferry.bench.pairing import Progress, run_paired
-from kvferry.bench.results import Result, Sample, summarise
+from kvferry.bench.beside_memcpy import beside_memcpy
+from kvferry.bench.pairing import Progress
+from kvferry.bench.results import Result, Sample
 from kvferry.bench.scenarios.device import DeviceOptions
 from kvferry.core.buffers import address_of, page_aligned
 from kvferry.core.clock import deadline_in, is_past
@@ -141,26 +141,23 @@ def run_scatter(device: Device, options: DeviceOptions, progress: Progress) -> I
 
 
 def _run(scenario: str, device: Device, options: DeviceOptions, progress: Progress) -> Iterator[Result]:
+    kernel = "device" if device.kind != "cpu" else "numpy" if pages_kernel() is None else "native"
     for layout in _LAYOUTS:
         with closing(CopyEngine(device, slots=8, slot_nbytes=4 << 20)) as engine:
             moves = _Moves(device, engine, layout, options)
-            memcpy = MemcpyCold(moves.nbytes, moves.batch, walk_nbytes=options.walk_nbytes)
-            samples = run_paired(
-                {
-                    "subject": moves.gather if scenario == "device.gather" else moves.scatter,
-                    "memcpy_cold": memcpy,
-                },
-                runs=options.runs, warmup=options.warmup, progress=progress,
-                label=f"{scenario} layout={layout}",
-            )  # fmt: skip
-            verified = moves.verify()
-        values = {name: [one.gb_per_s for one in found] for name, found in samples.items()}
-        kernel = "device" if device.kind != "cpu" else "numpy" if pages_kernel() is None else "native"
-        params = options.params(
-            nbytes=moves.nbytes,
-            layer_nbytes=moves.nbytes // _LAYERS,
-            batch=moves.batch,
-            layout=layout,
-            copy=kernel,
-        )
-        yield summarise(scenario, params, "GB/s", values, samples=samples["subject"], verified=verified)
+            params = options.params(
+                nbytes=moves.nbytes,
+                layer_nbytes=moves.nbytes // _LAYERS,
+                batch=moves.batch,
+                layout=layout,
+                copy=kernel,
+            )
+            yield beside_memcpy(
+                scenario,
+                moves.gather if scenario == "device.gather" else moves.scatter,
+                (moves.nbytes, moves.batch),
+                options,
+                progress,
+                params=params,
+                verify=moves.verify,
+            )

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvferry.bench.beside_memcpy import beside_memcpy
 from kvferry.bench.blocks import block_spec, chain_tokens
-from kvferry.bench.ceilings import MemcpyCold
-from kvferry.bench.pairing import Progress, run_paired
-from kvferry.bench.results import Result, Sample, summarise
+from kvferry.bench.pairing import Progress
+from kvferry.bench.results import Result, Sample
 from kvferry.bench.scenarios.store import StoreOptions
 from kvferry.bench.scenarios.store_daemon import daemon_client, daemon_params
 from kvferry.client import Client
@@ -147,29 +147,23 @@ def run_scatter(options: StoreOptions, progress: Progress) -> Iterator[Result]:
 
 
 def _run(scenario: str, options: StoreOptions, progress: Progress) -> Iterator[Result]:
+    kernel = "numpy" if pages_kernel() is None else "native"
     with daemon_client(options) as client:
         for nbytes in options.sizes:
             for layout in _LAYOUTS:
                 pages = _Pages(client, nbytes, layout, options)
+                copies = min(pages.calls * pages.batch, max(1, options.walk_nbytes // nbytes))
                 try:
                     pages.fill()
-                    copies = min(pages.calls * pages.batch, max(1, options.walk_nbytes // nbytes))
-                    memcpy = MemcpyCold(nbytes, copies, walk_nbytes=options.walk_nbytes)
-                    samples = run_paired(
-                        {
-                            "subject": pages.gather if scenario == "daemon.gather" else pages.scatter,
-                            "memcpy_cold": memcpy,
-                        },
-                        runs=options.runs, warmup=options.warmup, progress=progress,
-                        label=f"{scenario} nbytes={nbytes} layout={layout}",
-                    )  # fmt: skip
-                    verified = pages.verify()
+                    yield beside_memcpy(
+                        scenario,
+                        pages.gather if scenario == "daemon.gather" else pages.scatter,
+                        (nbytes, copies),
+                        options,
+                        progress,
+                        params=daemon_params(nbytes, pages.batch, options, layout=layout, copy=kernel),
+                        verify=pages.verify,
+                    )
                 finally:
                     pages.registration.close()
                     pages.namespace.clear()
-                values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
-                kernel = "numpy" if pages_kernel() is None else "native"
-                params = daemon_params(nbytes, pages.batch, options, layout=layout, copy=kernel)
-                yield summarise(
-                    scenario, params, "GB/s", values, samples=samples["subject"], verified=verified
-                )

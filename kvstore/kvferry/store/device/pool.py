@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.core.block_table import Leave
 from kvferry.core.blockstore import Namespace
 from kvferry.core.errors import CapacityError, ConfigError, DeviceError, SpecMismatchError
-from kvferry.core.eviction import EvictionPolicy, LRUPolicy
+from kvferry.core.eviction import EvictionPolicy, Leave, LRUPolicy
 from kvferry.core.paged_copy import BlockCopier, HostCopier, Transfer
 from kvferry.core.regions import Region, RegionPlan
 from kvferry.core.spec import KeyScope, KVSpec
@@ -262,7 +261,7 @@ class DevicePool:
         """Make so many more pages free, or let them leave; under the lock."""
         table = self.table
         goal = table.free_pages + table.leaving_pages + count
-        steps = table.evictions(self._may_leave, is_held)
+        steps = table.evictions(is_held, self._may_leave)
         while table.free_pages + table.leaving_pages < goal and next(steps, False):
             pass
         steps.close()

@@ -9,10 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from kvferry.core.block_table import Leave
 from kvferry.core.chains import ChainIndex
 from kvferry.core.errors import DeviceError, StoreError
-from kvferry.core.eviction import Entry, EvictionPolicy
+from kvferry.core.eviction import Entry, EvictionPolicy, Leave, evictions
 from kvferry.core.keys import BlockKey
 from kvferry.device.base import Event
 
@@ -222,23 +221,14 @@ class PageTable:
     # ---- room ---------------------------------------------------------------------------------------
 
     def evictions(
-        self, may_leave: Callable[[PoolBlock], Leave], pinned: Callable[[Entry], bool]
+        self, pinned: Callable[[Entry], bool], may_leave: Callable[[PoolBlock], Leave] | None = None
     ) -> Generator[bool, None, None]:
-        """Evict one block, or begin to, before each step; ends when nothing is left to evict.
+        """See :func:`~kvferry.core.eviction.evictions`; a block that is copied first is :meth:`leave`'s."""
+        return evictions(self.policy, self.num_pages * self.page_nbytes, pinned, may_leave, self._evict)
 
-        Args:
-            may_leave: Asked before a block goes; one that is copied first is :meth:`leave`'s.
-            pinned: Whether a block has to stay.
-        """
-        for victim in self.policy.victims(self.num_pages * self.page_nbytes, pinned):
-            assert isinstance(victim, PoolBlock)
-            answer = may_leave(victim)
-            if answer is Leave.NOT_YET:
-                return
-            if answer is Leave.NOW:
-                self.forget(victim)
-                self.evicted_blocks += 1
-            yield True
+    def _evict(self, block: PoolBlock) -> None:
+        self.forget(block)
+        self.evicted_blocks += 1
 
     def leave(self, block: PoolBlock) -> None:
         """A stored block goes when its copy is made; its parent counts as a tail meanwhile."""
@@ -260,8 +250,7 @@ class PageTable:
         self._count(block, 1)
         block.index.attach(block)
         if not block.holds:
-            self.forget(block)
-            self.evicted_blocks += 1
+            self._evict(block)
 
 
 def is_held(entry: Entry) -> bool:

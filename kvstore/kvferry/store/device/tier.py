@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvferry.core.block_table import Leave
 from kvferry.core.clock import is_past
 from kvferry.core.errors import CapacityError, ConfigError, DeviceError, KVFerryError, TransferTimeoutError
 from kvferry.core.eviction import Entry
@@ -299,7 +298,7 @@ class DeviceTier(Tier):
         for block in [block for block, until in self._pins.items() if until <= now]:
             self._unpin(block)
         before = self.table.evicted_blocks
-        steps = self.table.evictions(lambda _: Leave.NOW, self._is_kept)
+        steps = self.table.evictions(self._is_kept)
         while self.table.free_pages < pages and next(steps, False):
             pass
         steps.close()
