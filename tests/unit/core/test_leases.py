@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.core import leases, memory
 from kvferry.core.arena import ArenaMap
 from kvferry.core.blockstore import ReadLease, WriteLease
 from kvferry.core.clock import deadline_in
@@ -16,7 +17,7 @@ from kvferry.core.leases import LeaseState, LeaseTicket, MappedReadLease, SlotRe
 from kvferry.core.memory import MemoryStore
 from kvferry.core.sessions import Session
 from kvferry.core.write_leases import SlotWriteLease
-from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec
 
 SPEC = small_spec("leases")
 N = SPEC.block_nbytes
@@ -39,8 +40,27 @@ def reserved(store: MemoryStore, session: Session, blocks: int = 2, number: int 
     return ns.reserve(ns.keys([number] * (blocks * SPEC.block_tokens)), parent=None, deadline=deadline_in(20))
 
 
+class Clock:
+    """What the store and its leases take for the time: ahead of the real one as far as a test says."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    CLOCK.ahead = 0.0
+    for module in (leases, memory):
+        monkeypatch.setattr(module, "time", CLOCK)
+
+
 def past(lease: SlotReadLease | SlotWriteLease) -> None:
-    wait_until(lambda: time.monotonic() >= lease.expires_at)
+    CLOCK.ahead += lease.expires_at - CLOCK.monotonic()
 
 
 def test_the_classes_are_what_the_protocol_says(store: MemoryStore) -> None:
@@ -71,7 +91,7 @@ def test_a_ticket_is_plain_data_that_another_process_can_check(store: MemoryStor
 
 
 def test_a_mapped_lease_is_over_at_its_deadline_without_the_owner() -> None:
-    store = MemoryStore(8 * N, lease_s=0.02)
+    store = MemoryStore(8 * N)
     lease = loaded(store)
     mapped = MappedReadLease(ArenaMap.from_fds(store.layout(), store.arena.descriptors()), lease.ticket())
     past(lease)
@@ -122,7 +142,7 @@ def test_check_finds_a_slot_that_was_used_again(store: MemoryStore) -> None:
 
 
 def test_an_error_on_its_way_is_not_hidden_by_the_lease() -> None:
-    store = MemoryStore(8 * N, lease_s=0.02)
+    store = MemoryStore(8 * N)
     late = loaded(store)
     past(late)
     with pytest.raises(ZeroDivisionError), late:
@@ -135,7 +155,7 @@ def test_an_error_on_its_way_is_not_hidden_by_the_lease() -> None:
 
 
 def test_a_deadline_while_another_hand_writes() -> None:
-    store = MemoryStore(8 * N, lease_s=0.3)
+    store = MemoryStore(8 * N)
     lease = reserved(store, store.session)
     with lease.writing():
         past(lease)
@@ -153,7 +173,7 @@ def test_a_deadline_while_another_hand_writes() -> None:
 
 @pytest.mark.parametrize("end", ["release", "commit", "publish", "abort"])
 def test_a_lease_that_its_holder_ends_too_late_counts_as_expired(end: str) -> None:
-    store = MemoryStore(8 * N, lease_s=0.02)
+    store = MemoryStore(8 * N)
     lease = loaded(store) if end == "release" else reserved(store, store.session)
     past(lease)
     if end == "abort":
@@ -172,7 +192,7 @@ def test_a_lease_that_its_holder_ends_too_late_counts_as_expired(end: str) -> No
 
 
 def test_the_session_process_may_still_write_after_the_transport_did() -> None:
-    store = MemoryStore(8 * N, lease_s=0.02)
+    store = MemoryStore(8 * N)
     lease = reserved(store, Session("client", pid=os.getpid()))
     with lease.writing():
         past(lease)
@@ -251,7 +271,7 @@ def test_a_write_lease_that_is_dropped_is_aborted_when_no_view_of_it_is_left() -
 
 
 def test_an_expired_write_lease_that_is_dropped_leaves_the_quarantine() -> None:
-    store = MemoryStore(4 * N, lease_s=0.01)
+    store = MemoryStore(4 * N)
     lease = reserved(store, store.session)
     view = lease.view(0)
     past(lease)
@@ -265,12 +285,13 @@ def test_an_expired_write_lease_that_is_dropped_leaves_the_quarantine() -> None:
 
 @pytest.mark.parametrize("tell", ["ticket", "slots", "lease_id"])
 def test_a_write_lease_of_which_others_were_told_is_in_quarantine_though_it_is_dropped(tell: str) -> None:
-    store = MemoryStore(4 * N, lease_s=0.01)
+    store = MemoryStore(4 * N)
     lease = reserved(store, store.session)
     told = lease.record.lease_id
     _ = lease.ticket() if tell == "ticket" else getattr(lease, tell)
     del lease
-    wait_until(lambda: store.stats().quarantined_nbytes == 2 * N)
+    CLOCK.ahead += store.lease_s
+    assert store.stats().quarantined_nbytes == 2 * N
     gc.collect()
     assert store.stats().quarantined_nbytes == 2 * N
     found = store.find_lease(told, store.session)
