@@ -23,6 +23,16 @@ _Tenant = Annotated[
     Optional[str],
     typer.Option("--tenant", metavar="NAME", help="Whose. [default: the token's, else default]"),
 ]
+_Namespace = Annotated[
+    Optional[str],
+    typer.Option("--namespace", metavar="HEX", help="Its id, or the first 8 digits or more. [default: all]"),
+]
+_Model = Annotated[
+    Optional[str],
+    typer.Option(
+        "--model", metavar="MODEL", help="Namespaces of that model, or MODEL@REVISION. [default: all]"
+    ),
+]
 _UNDONE = 1
 
 
@@ -37,32 +47,33 @@ def _tell(done: AdminDone, json: bool) -> None:
 
 def clear(
     *,
-    namespace: Annotated[
-        Optional[str], typer.Option("--namespace", metavar="HEX", help="Only that one. [default: all]")
-    ] = None,
+    namespace: _Namespace = None,
+    model: _Model = None,
     tenant: _Tenant = None,
     url: UrlOption = None,
     token_file: TokenOption = None,
     json: Json = False,
     config: ConfigFile = None,
 ) -> None:
-    """Make the daemon forget all blocks, in memory and on slower tiers, or those of one namespace.
+    """Make the daemon forget all blocks, in memory and on slower tiers, or those of one namespace or model.
 
-    `kvferry status --json` lists the namespaces that were used since the daemon's start; others, on
-    disk from before, stay.
+    Also what lies on disk from before its start. `kvferry inspect` shows what is on disk, `kvferry status
+    --json` lists the namespaces that were used since.
     """
     from kvferry.daemon.admin import Clear
 
     port = Port.of(url, config, token_file)
-    _tell(port.admin("clear", Clear(tenant=tenant, namespace=namespace)), json)
+    _tell(port.admin("clear", Clear(tenant=tenant, namespace=namespace, model=model)), json)
 
 
 def pin(
     keys: Annotated[
-        list[str], typer.Argument(metavar="KEY...", help="Keys of blocks, 64 hexadecimal digits each.")
-    ],
+        Optional[list[str]],
+        typer.Argument(metavar="KEY...", help="Keys of blocks, 64 hexadecimal digits each. [default: all]"),
+    ] = None,
     *,
-    namespace: Annotated[str, typer.Option("--namespace", metavar="HEX", help="Their namespace.")],
+    namespace: _Namespace = None,
+    model: _Model = None,
     ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="For how long, as 90s or 2h.")] = "1h",
     tenant: _Tenant = None,
     url: UrlOption = None,
@@ -70,11 +81,16 @@ def pin(
     json: Json = False,
     config: ConfigFile = None,
 ) -> None:
-    """Keep blocks from eviction for a while; exit code 1 if some are not stored."""
+    """Keep blocks of a namespace from eviction for a while; exit code 1 if some are not stored.
+
+    Without keys, all that memory and disk hold of it now.
+    """
     from kvferry.daemon.admin import Pin
 
     port = Port.of(url, config, token_file)
-    request = Pin(tenant=tenant, namespace=namespace, keys=tuple(keys), ttl_s=parse_seconds(ttl))
+    request = Pin(
+        tenant=tenant, namespace=namespace, model=model, keys=tuple(keys or ()), ttl_s=parse_seconds(ttl)
+    )
     _tell(port.admin("pin", request), json)
 
 

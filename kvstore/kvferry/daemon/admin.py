@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -22,6 +22,8 @@ __all__ = ["VERBS", "AdminDone", "Clear", "Drain", "Evict", "Pin", "Reload", "pe
 
 _DAY_S: Final = 86400.0
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Prefix: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8,64}$")]
+_MOST_NAMED: Final = 8
 
 
 class _Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,17 +33,26 @@ class _Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The caller's own if not given, for the operator ``default``."""
 
 
-class Clear(_Verb, frozen=True, kw_only=True):
-    """Forget all blocks of a namespace, or of all that were used since the start."""
+class _OfNamespaces(_Verb, frozen=True, kw_only=True):
+    """Which namespaces, as ``kvferry inspect`` names them: also those that only lie on disk, from before."""
 
-    namespace: Hex | None = None
+    namespace: Prefix | None = None
+    """Its id, or enough of the start."""
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)] | None = None
+    """``MODEL``, or ``MODEL@`` and the start of a revision."""
 
 
-class Pin(_Verb, frozen=True, kw_only=True):
-    """Keep blocks from eviction for a while; those on slower tiers are kept there, or brought up."""
+class Clear(_OfNamespaces, frozen=True, kw_only=True):
+    """Forget all blocks of a namespace, of those of a model, or of all."""
 
-    namespace: Hex
-    keys: Annotated[tuple[Hex, ...], msgspec.Meta(min_length=1, max_length=4096)]
+
+class Pin(_OfNamespaces, frozen=True, kw_only=True):
+    """Keep blocks from eviction for a while; those on slower tiers are kept there, or brought up.
+
+    Without keys those of the chosen namespaces that memory and disk hold now.
+    """
+
+    keys: Annotated[tuple[Hex, ...], msgspec.Meta(max_length=4096)] = ()
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=7 * _DAY_S)] = 3600.0
 
 
@@ -113,12 +124,7 @@ def perform(daemon: Daemon, request: object, caller: Caller, reload: Callable[[]
     if isinstance(request, Clear):
         return _clear(store, request)
     if isinstance(request, Pin):
-        space = _space(store, request.namespace)
-        keys = split_keys(bytes.fromhex("".join(request.keys)))
-        count = store.namespace(space.spec, space.scope, takes_lossy=True).pin(keys, ttl=request.ttl_s)
-        return AdminDone(
-            done=count == len(keys), blocks=count, text=f"{count} of {len(keys)} blocks are pinned"
-        )
+        return _pin(store, request)
     assert isinstance(request, Evict)
     count, nbytes = store.evict(request.nbytes)
     return AdminDone(done=nbytes >= request.nbytes, blocks=count, text=f"{nbytes} bytes go from memory")
@@ -134,16 +140,52 @@ def _drain(daemon: Daemon, request: Drain) -> AdminDone:
 
 
 def _clear(store: TieredStore, request: Clear) -> AdminDone:
-    spaces = store.spaces() if request.namespace is None else [_space(store, request.namespace)]
-    count = sum(store.namespace(space.spec, space.scope).clear() for space in spaces)
+    spaces = _chosen(store, request)
+    count = sum(store.own_namespace(space).clear() for space in spaces)
     return AdminDone(done=True, blocks=count, text=f"{count} blocks of {len(spaces)} namespaces were removed")
 
 
-def _space(store: TieredStore, namespace: str) -> TierNamespace:
-    wanted = bytes.fromhex(namespace)
-    found = next((space for space in store.spaces() if space.namespace_id == wanted), None)
-    if found is None:
+def _pin(store: TieredStore, request: Pin) -> AdminDone:
+    if request.namespace is None and request.model is None:
         raise RequestError(
-            f"namespace {namespace} was not used since the start; kvferry status --json lists those that were"
+            "pin needs a namespace or a model: to pin all would leave no room for anything else"
         )
-    return found
+    spaces = _chosen(store, request)
+    if request.keys and len(spaces) > 1:
+        raise RequestError(f"keys are of one namespace, and these are {len(spaces)}: {_named(spaces)}")
+    count = wanted = 0
+    for space in spaces:
+        keys = split_keys(bytes.fromhex("".join(request.keys))) if request.keys else store.keys_of(space)
+        count += store.own_namespace(space).pin(keys, ttl=request.ttl_s)
+        wanted += len(keys)
+    return AdminDone(done=count == wanted, blocks=count, text=f"{count} of {wanted} blocks are pinned")
+
+
+def _chosen(store: TieredStore, request: _OfNamespaces) -> list[TierNamespace]:
+    """The namespaces that a request names.
+
+    Raises:
+        RequestError: If there is none, or what is to be the start of an id is that of several.
+    """
+    spaces = store.spaces() + store.found_spaces()
+    chosen = [space for space in spaces if _is_meant(space, request)]
+    if request.namespace is not None and len(chosen) > 1:
+        raise RequestError(f"{request.namespace} begins several namespaces: {_named(chosen)}")
+    if not chosen and (request.namespace is not None or request.model is not None):
+        what = " of model ".join(filter(None, (request.namespace or "none", request.model)))
+        raise RequestError(f"there is no namespace {what}; there are: {_named(spaces) or 'none'}")
+    return chosen
+
+
+def _is_meant(space: TierNamespace, request: _OfNamespaces) -> bool:
+    if request.namespace is not None and not space.namespace_id.hex().startswith(request.namespace):
+        return False
+    if request.model is None or request.model == space.spec.model:
+        return True
+    model, at, revision = request.model.rpartition("@")
+    return bool(at and revision) and model == space.spec.model and space.spec.revision.startswith(revision)
+
+
+def _named(spaces: Sequence[TierNamespace]) -> str:
+    named = ", ".join(f"{s.namespace_id.hex()[:12]} ({s.spec.model[:60]})" for s in spaces[:_MOST_NAMED])
+    return named + (f" and {len(spaces) - _MOST_NAMED} more" if len(spaces) > _MOST_NAMED else "")

@@ -309,19 +309,27 @@ class Level:
 
         If it can't tell, none of those that it has now is shown again.
         """
-
-        def scan() -> list[BlockKey]:
-            wanted = (namespace.tenant, namespace.namespace_id)
-            found: Iterator[TierEntry] = self.tier.scan()
-            return [e.key for e in found if (e.tenant, e.namespace_id) == wanted]
-
-        found = self._contained("scan", scan)
+        found = self.keys(namespace)
         with self._lock:
             if found is None:
                 self._unnamed[namespace.namespace_id] = set()
             else:
                 self._unnamed.pop(namespace.namespace_id, None)
         return found or []
+
+    def keys(self, namespace: TierNamespace) -> list[BlockKey] | None:
+        """Keys of all blocks that the tier knows of in one namespace; ``None`` if it can't tell."""
+
+        def scan() -> list[BlockKey]:
+            wanted = (namespace.tenant, namespace.namespace_id)
+            found: Iterator[TierEntry] = self.tier.scan()
+            return [e.key for e in found if (e.tenant, e.namespace_id) == wanted]
+
+        return self._contained("scan", scan)
+
+    def found_namespaces(self) -> list[TierNamespace]:
+        """See :meth:`Tier.found_namespaces`."""
+        return self._contained("found_namespaces", self.tier.found_namespaces) or []
 
     def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], until: float) -> list[bool]:
         """Keep held blocks from eviction; whether each is kept."""

@@ -341,6 +341,14 @@ class Tier(ABC):
         not see it come back.
         """
 
+    def found_namespaces(self) -> list[TierNamespace]:
+        """Namespaces of which it holds blocks from before, and of which :meth:`open` has not told it.
+
+        Their scopes have no salt. May read from the medium; for operators. A tier of which nothing outlives
+        the process, or that only knows what it is asked for, leaves this method as it is.
+        """
+        return []
+
     @abstractmethod
     def flush(self, *, deadline: float) -> bool:
         """Make all that was ``STORED`` before the call durable, as far as configured; ``False`` if not."""

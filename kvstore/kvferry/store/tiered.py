@@ -29,6 +29,7 @@ from kvferry.store.fetch import Fetcher
 from kvferry.store.level import Level, LevelOptions
 from kvferry.store.options import StoreOptions
 from kvferry.store.room import RoomKeeper, evict_some
+from kvferry.store.spaces import Spaces
 from kvferry.store.tier import Tier, TierNamespace
 from kvferry.store.writer import TierWriter
 
@@ -112,7 +113,7 @@ class TieredStore(MemoryStore):
         self.allows_lossy = any(t.takes_lossy and not t.to_daemons for t, _ in pairs)
         self._elsewhere = sum(level.bit for level in self.levels if level.tier.to_daemons)
         self.options = options
-        self._spaces: dict[bytes, TierNamespace] = {}
+        self._spaces = Spaces(tenant, self.levels)
         self._workers: Workers | None = None
         self._numbers = itertools.count()
         self._prefetching = 0
@@ -123,7 +124,7 @@ class TieredStore(MemoryStore):
 
     def _start(self) -> None:
         notify = self._cond.notify_all
-        self._down = WayDown(self.levels, self._pool, self._lock, self._cond, self._spaces)
+        self._down = WayDown(self.levels, self._pool, self._lock, self._cond, self._spaces.by_id)
         self._room = None
         if self.options.watermarks is not None:
             self._room = RoomKeeper(self._pool, self._lock, notify, self.options.watermarks)
@@ -225,8 +226,30 @@ class TieredStore(MemoryStore):
 
     def spaces(self) -> list[TierNamespace]:
         """The namespaces that were used since the store was made."""
+        return list(self._spaces.by_id.values())
+
+    def found_spaces(self) -> list[TierNamespace]:
+        """Those that only slower tiers know of, from before; reads a header of each. See :class:`Spaces`."""
+        return self._spaces.found()
+
+    def own_namespace(self, space: TierNamespace) -> MemoryNamespace:
+        """One of :meth:`spaces` or :meth:`found_spaces`, for :meth:`~MemoryNamespace.pin` and ``clear``."""
+        space = self._spaces.adopt(space)
+        namespace = super()._namespace(self.session, space.spec, space.scope)
+        namespace.namespace_id = space.namespace_id  # of one that was found, the salt is not known
+        namespace.local_only = self._spaces.is_adopted(space)
+        namespace.takes_lossy = True
+        return namespace
+
+    def keys_of(self, space: TierNamespace) -> list[BlockKey]:
+        """Keys of the blocks in memory and in slower tiers that can tell without asking anybody."""
         with self._lock:
-            return list(self._spaces.values())
+            index = self._pool.indexes.get(space.namespace_id)
+            keys = dict.fromkeys(index.entries if index is not None else ())
+        for level in self.levels:
+            if level.tier.indexed:
+                keys.update(dict.fromkeys(level.keys(space) or ()))
+        return list(keys)
 
     def listen(self, feed: BlockFeed) -> tuple[int, dict[bytes, list[BlockKey]]]:
         """Tell ``feed`` of all blocks that come into memory or go from it, until it is over.
@@ -252,15 +275,11 @@ class TieredStore(MemoryStore):
 
     def _namespace(self, session: Session, spec: KVSpec, scope: KeyScope) -> MemoryNamespace:
         namespace = super()._namespace(session, spec, scope)
-        if namespace.namespace_id not in self._spaces:
-            space = TierNamespace.of(self.tenant, spec, scope)
-            for level in self.levels:
-                level.open(space)
-            self._spaces[namespace.namespace_id] = space
+        self._spaces.open(namespace)
         return namespace
 
     def _space(self, namespace: MemoryNamespace) -> TierNamespace:
-        return self._spaces[namespace.namespace_id]
+        return self._spaces.by_id[namespace.namespace_id]
 
     def _lookup(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> Hit:
         if not self.levels:

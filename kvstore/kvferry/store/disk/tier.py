@@ -25,6 +25,7 @@ from kvferry.store.disk.batches import (
 from kvferry.store.disk.blocks import BlockReader
 from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
 from kvferry.store.disk.files import Files, reason_of
+from kvferry.store.disk.found import found_namespaces
 from kvferry.store.disk.header import HeaderTemplate
 from kvferry.store.disk.index import DiskIndex
 from kvferry.store.disk.maintenance import Maintenance
@@ -390,6 +391,10 @@ class DiskTier(Tier):
                 entry.verified,
                 *(("", False) if how is None else (how.codec, how.lossy)),
             )
+
+    def found_namespaces(self) -> list[TierNamespace]:
+        """See :class:`~kvferry.store.tier.Tier`. Those of which a header can be read."""
+        return [] if self._closed else found_namespaces(self._state)
 
     def usage(self) -> TierUsage:
         """See :class:`~kvferry.store.tier.Tier`."""
