@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvferry.core.clock import time_left
 from kvferry.core.errors import ConfigError, DeviceError, OverloadedError
 from kvferry.device.base import Device, DeviceBytes, Event
 from kvferry.device.copy_lane import Lane
@@ -209,10 +210,13 @@ class CopyEngine:
             )
         return self._submit(self._out, Request.lending(sources, tuple(after), hold, ready))
 
-    def close(self) -> None:
+    def close(self, *, deadline: float | None = None) -> None:
         """Cancel what waits, see the end of what is in flight, end the thread and unpin. Idempotent.
 
-        Copies that a hanging device does not end within 30 s keep their memory pinned for good.
+        Copies that a hanging device does not end by the deadline keep their memory pinned for good.
+
+        Args:
+            deadline: In 30 s if it is not given.
         """
         with self._cond:
             if self._closing:
@@ -221,11 +225,12 @@ class CopyEngine:
             for lane in (self._out, self._in):
                 lane.cancel_all()
             self._cond.notify_all()
-        self._thread.join(_STOP_S)
+        self._thread.join(_STOP_S if deadline is None else time_left(deadline))
         if self._thread.is_alive():
             _log.error(
-                "%s: copies still in flight after %g s; their memory stays pinned", self.device.name, _STOP_S
-            )
+                "%s: copies are still in flight when they may be waited for no longer; their memory stays "
+                "pinned", self.device.name,
+            )  # fmt: skip
             return
         if self._error is None:
             for slots in self._slots:

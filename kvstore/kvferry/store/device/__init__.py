@@ -5,7 +5,8 @@ Imported only where it is configured.
 
 from __future__ import annotations
 
-from kvferry.store.device.pool import DevicePool, PoolOptions, PoolStats
+from kvferry.store.device.pool import DevicePool
+from kvferry.store.device.pool_options import PoolOptions, PoolStats
 from kvferry.store.device.space import PoolSpace, Restored
 from kvferry.store.device.tier import DeviceTier
 from kvferry.store.device.tier_options import DeviceTierOptions

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvferry.core.blockstore import Namespace, WriteLease
-from kvferry.core.clock import deadline_in
+from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import DeviceError, KVFerryError, TransferTimeoutError
 from kvferry.core.keys import BlockKey
 from kvferry.device.block_copier import DeviceCopying
@@ -24,7 +24,6 @@ __all__ = ["Demotion"]
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S: Final = 1.0
-_STOP_S: Final = 30.0
 
 
 @dataclass(eq=False)
@@ -100,10 +99,16 @@ class Demotion:
         self._stopping = True
         self._work.notify()
 
-    def join(self) -> None:
+    def join(self, deadline: float) -> None:
         """Wait for the thread; without the lock."""
-        if self._thread is not None:
-            self._thread.join(_STOP_S)
+        if self._thread is None:
+            return
+        self._thread.join(time_left(deadline))
+        if self._thread.is_alive():
+            _LOG.error(
+                "%s: the store below does not let go of the copies that it was asked for; they are left to "
+                "themselves", self._pool.device.name,
+            )  # fmt: skip
 
     def _wants_room(self) -> bool:
         table = self._pool.table

@@ -12,8 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from kvferry.core.blockstore import Namespace
 from kvferry.core.errors import CapacityError, ConfigError, DeviceError, SpecMismatchError
@@ -21,76 +19,22 @@ from kvferry.core.eviction import EvictionPolicy, Leave, LRUPolicy
 from kvferry.core.paged_copy import BlockCopier, HostCopier, Transfer
 from kvferry.core.regions import Region, RegionPlan
 from kvferry.core.spec import KeyScope, KVSpec
-from kvferry.core.values import require_number, require_whole
+from kvferry.core.values import require_whole
 from kvferry.device.base import Device, Event, Stream
 from kvferry.device.block_copier import DeviceCopier, DeviceCopying
 from kvferry.device.copy_engine import CopyEngine
 from kvferry.store.device.demotion import Demotion
 from kvferry.store.device.memory import PagedMemory, page_nbytes_of
+from kvferry.store.device.pool_options import PoolOptions, PoolStats
 from kvferry.store.device.space import PoolSpace, SpaceBlock
 from kvferry.store.device.table import PageTable, PoolBlock, is_held, pending
 from kvferry.store.tier import TierNamespace
 
-__all__ = ["DevicePool", "PoolOptions", "PoolStats"]
+__all__ = ["DevicePool"]
 
 _LOG = logging.getLogger(__name__)
 _LIMBO_PAUSE_S = 0.02
 _RECHECK_S = 1.0
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """How a pool works.
-
-    Attributes:
-        write: When blocks go to the store below: ``evict``: when their pages are needed. ``commit``: as soon
-            as they are published.
-        spare_blocks: Pages kept free in the background, so that an allocation need not wait for copies.
-        room_wait_s: How long an allocation without a deadline waits for pages that are on their way out.
-        copy_wait_s: How long a copy to the store below waits for room there; without any it is lost.
-        batch_blocks: Most blocks copied down at a time.
-    """
-
-    write: Literal["evict", "commit"] = "evict"
-    spare_blocks: int = 0
-    room_wait_s: float = 10.0
-    copy_wait_s: float = 10.0
-    batch_blocks: int = 32
-
-    def __post_init__(self) -> None:
-        if self.write not in ("evict", "commit"):
-            raise ConfigError(f"write is {self.write!r}, must be evict or commit")
-        require_whole("spare_blocks", self.spare_blocks, least=0)
-        require_whole("batch_blocks", self.batch_blocks, least=1)
-        for name in ("room_wait_s", "copy_wait_s"):
-            require_number(name, getattr(self, name), least=0)
-
-
-@dataclass(frozen=True)
-class PoolStats:
-    """A snapshot; counters only grow.
-
-    Attributes:
-        num_blocks: Pages.
-        free_blocks: Of them, nobody's.
-        idle_blocks: Published blocks that nobody uses: their pages can be had.
-        leaving_blocks: Those that are being copied down before they go.
-        entries: Published blocks.
-        evicted_blocks: Blocks that went for others.
-        demoted_blocks: Blocks copied to the store below.
-        promoted_blocks: Blocks read from there.
-        lost_blocks: Blocks that went without a copy below, since there was no room or it failed.
-    """
-
-    num_blocks: int
-    free_blocks: int
-    idle_blocks: int
-    leaving_blocks: int
-    entries: int
-    evicted_blocks: int
-    demoted_blocks: int
-    promoted_blocks: int
-    lost_blocks: int
 
 
 _DEFAULTS = PoolOptions()
@@ -398,20 +342,25 @@ class DevicePool:
                 lost_blocks=self.demotion.lost_blocks,
             )
 
-    def close(self) -> None:
+    def close(self, *, deadline: float | None = None) -> None:
         """End the threads; what is not copied down yet is lost, see :meth:`flush`. Idempotent.
 
         The memory is freed with its last view, not before the copies in flight are over.
+
+        Args:
+            deadline: By when the store below and the device must have let go, see ``close_wait_s`` of the
+                options; then a thread that hangs there is left to itself, with a line in the log.
         """
+        until = time.monotonic() + self.options.close_wait_s if deadline is None else deadline
         with self.lock:
             if self._closed:
                 return
             self._closed = True
             self.changed.notify_all()
             self.demotion.stop()
-        self.demotion.join()
+        self.demotion.join(until)
         if self._own_engine is not None:
-            self._own_engine.close()
+            self._own_engine.close(deadline=until)
         with self.lock:
             self._sweep()
 
@@ -481,6 +430,7 @@ class DevicePool:
     def strand(self, copying: DeviceCopying, pages: list[int], events: list[Event]) -> None:
         """A copy into pages was given up while it is in flight: they are nobody's until it is over."""
         with self.lock:
+            self.table.strand(pages)
             self._limbo.append((copying, pages, events))
 
     def _put_back(self, pages: list[int], events: Sequence[Event]) -> None:
@@ -494,4 +444,5 @@ class DevicePool:
         if over:
             self._limbo = [one for one in self._limbo if one not in over]
             for _, pages, events in over:  # a copy that was not begun has waited for nobody
+                self.table.unstrand(pages)
                 self._put_back(pages, events)

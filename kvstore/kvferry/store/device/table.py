@@ -126,7 +126,7 @@ class PageTable:
         """The block that a taken page keeps.
 
         Raises:
-            KeyError: If the page is free, or does not exist.
+            KeyError: If the page is free or stranded, or does not exist.
         """
         return self._block[page]
 
@@ -139,6 +139,16 @@ class PageTable:
             if len(known) >= _PRUNE_FROM:
                 known = tuple(pending(known))
             self._uses[page] = (*known, event)
+
+    def strand(self, pages: Iterable[int]) -> None:
+        """Taken pages are nobody's to give back or to publish until :meth:`unstrand`."""
+        for page in pages:
+            del self._block[page]
+
+    def unstrand(self, pages: Iterable[int]) -> None:
+        """They are as they were taken."""
+        for page in pages:
+            self._block[page] = None
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Pages are nobody's any more."""
