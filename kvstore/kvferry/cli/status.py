@@ -84,6 +84,8 @@ def _show(found: DaemonStatus) -> None:
     if found.guarded:
         _show_tenants(found)
     _show_requests(found)
+    for note in found.notes:
+        say(f"at the start: {note}")
     for fault in found.faults[:5]:
         say(f"{seconds(max(0.0, found.at - fault.at))} ago {fault.level}: {fault.message}")
 

@@ -70,5 +70,6 @@ def seen_by(caller: Caller, status: DaemonStatus) -> DaemonStatus:
         operations=(),
         faults=(),
         fault_counts={},
+        notes=(),
         process=msgspec.structs.replace(status.process, cpu_s=0.0, resident_nbytes=0),
     )

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,7 @@ from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierErr
 from kvferry.core.process import listening
 from kvferry.daemon.checks import listen_urls, peer_token, require_other_peers, store_config
 from kvferry.daemon.credentials import credentials_path
+from kvferry.daemon.disks import require_disks, room_notes
 from kvferry.daemon.operations import Operations
 from kvferry.daemon.service import Service
 from kvferry.daemon.sessions import Sessions
@@ -55,6 +57,7 @@ class Daemon:
         draining: No new work is taken.
         lease_s: How long leases last.
         max_payload_nbytes: Most bytes in one answer.
+        notes: What was not as it should be at the start, though it could be begun with.
 
     Raises:
         ConfigError: If options cannot work together, an address is taken or memory is not there; nothing
@@ -65,6 +68,7 @@ class Daemon:
         urls = listen_urls(config)
         store = store_config(config)
         require_other_peers(store, urls)
+        require_disks(config, store)
         self.config = config
         self.sessions = Sessions()
         self.work = Work()
@@ -85,8 +89,19 @@ class Daemon:
             self._close_servers()
             self.tenants.close()
             raise
+        self.notes = self._room_notes(store)
         self._ticker = threading.Thread(target=self._tick, name="kvferry-daemon-tick", daemon=True)
         self._ticker.start()
+
+    def _room_notes(self, store: StoreConfig) -> tuple[str, ...]:
+        used: Counter[str] = Counter()
+        for tenant in self.stores.values():
+            for tier, figures in tenant.stats().per_tier.items():
+                used[tier] += int(figures.get("used_nbytes", 0))
+        notes = tuple(room_notes(self.config, store, used))
+        for note in notes:
+            log.warning("%s", note)
+        return notes
 
     def _open(self, tenant: str, store: StoreConfig) -> TieredStore:
         try:

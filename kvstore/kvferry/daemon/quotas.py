@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.units import format_nbytes, parse_nbytes
+from kvferry.core.units import format_nbytes
+from kvferry.daemon.disks import capacity_of, disk_tiers, folders_of
 from kvferry.store.disk.names import tenant_folder
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from kvferry.core.config_tiers import TierConfig
     from kvferry.daemon.credentials import Limits
 
-__all__ = ["Quota", "quotas", "tenant_store"]
+__all__ = ["Quota", "disk_shares", "quotas", "tenant_store"]
 
 _LEAST: Final = 1 << 20
 _FOLDER: Final = "tenants.d"
@@ -53,7 +54,7 @@ def quotas(
     Raises:
         ConfigError: If it is more than there is; with the figures.
     """
-    disk = sum(map(_capacity, filter(_is_disk, store.tiers)))
+    disk = sum(map(capacity_of, disk_tiers(store)))
     kept = {name: quota for name, quota in (running or {}).items() if name in tenants}
     dram_of = _shares(
         store.dram_capacity,
@@ -88,11 +89,8 @@ def _shares(total: int, wanted: Mapping[str, int | None], what: str, option: str
 
 def tenant_store(store: StoreConfig, tenant: str, quota: Quota) -> StoreConfig:
     """The ``store`` section of one tenant: its memory, and its own folder of every disk tier."""
-    disk = sum(map(_capacity, filter(_is_disk, store.tiers)))
-    tiers = tuple(
-        _own(tier, tenant, quota.disk * _capacity(tier) // disk) if _is_disk(tier) else tier
-        for tier in store.tiers
-    )
+    own = disk_shares(store, quota)
+    tiers = tuple(_own(tier, tenant, own[n]) if n in own else tier for n, tier in enumerate(store.tiers))
     limit = store.write_quota
     return store.model_copy(
         update={
@@ -103,19 +101,20 @@ def tenant_store(store: StoreConfig, tenant: str, quota: Quota) -> StoreConfig:
     )
 
 
-def _is_disk(tier: TierConfig) -> bool:
-    return tier.kind == "disk"
-
-
-def _capacity(tier: TierConfig) -> int:
-    return parse_nbytes(tier.options.get("capacity", 0))
+def disk_shares(store: StoreConfig, quota: Quota) -> dict[int, int]:
+    """What of a quota each disk tier has, by its number among the tiers: as their capacities are."""
+    disk = sum(map(capacity_of, disk_tiers(store)))
+    return {
+        number: quota.disk * capacity_of(tier) // disk
+        for number, tier in enumerate(store.tiers)
+        if tier.kind == "disk"
+    }
 
 
 def _own(tier: TierConfig, tenant: str, capacity: int) -> TierConfig:
     options = dict(tier.options)
-    given = options.pop("directory", None) or options.pop("directories", ())
-    paths = [given] if isinstance(given, str) else list(given)
+    options.pop("directory", None)
     folder = tenant_folder(tenant)
-    options["directories"] = [os.path.join(path, _FOLDER, folder) for path in paths]  # noqa: PTH118
+    options["directories"] = [os.path.join(path, _FOLDER, folder) for path in folders_of(tier)]  # noqa: PTH118
     options["capacity"] = capacity
     return tier.model_copy(update={"options": options})

@@ -167,6 +167,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     slowest: tuple[SlowStatus, ...]
     faults: tuple[FaultStatus, ...]
     fault_counts: dict[str, int]
+    notes: tuple[str, ...] = ()
+    """What was not as it should be at the start: a capacity that the device cannot hold."""
 
 
 def collect(daemon: Daemon, faults: Faults, *, version: str, http: str) -> DaemonStatus:
@@ -197,6 +199,7 @@ def collect(daemon: Daemon, faults: Faults, *, version: str, http: str) -> Daemo
         ),
         faults=tuple(FaultStatus(**line._asdict()) for line in faults.recent()),
         fault_counts=faults.counts,
+        notes=daemon.notes,
     )
 
 
