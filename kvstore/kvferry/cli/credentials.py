@@ -286,7 +286,7 @@ def limit(
     json: Json = False,
     config: ConfigFile = None,
 ) -> None:
-    """Change what a tenant may use; `none` takes a limit away. Sizes count from the daemon's next start."""
+    """Change what a tenant may use; `none` takes a limit away. Counts from `kvferry reload`."""
     from kvferry.daemon.credentials import edited
 
     with edited(_path(file, config)) as box:

@@ -117,6 +117,8 @@ class Arena:
         self._allocators: list[PageAllocator] = []
         self._mapped_nbytes = 0
         self._used_pages = 0
+        self._withdrawn_nbytes = 0
+        self._gives_back = True
         self._refused_growth = False
         self.refusal = ""
         self._closed = False
@@ -133,8 +135,36 @@ class Arena:
 
     @property
     def mapped_nbytes(self) -> int:
-        """Bytes of all segments made so far; they are populated, so this is memory in use."""
-        return self._mapped_nbytes
+        """Bytes of all segments made so far, without what :meth:`resize` took: populated, so in use."""
+        return self._mapped_nbytes - self._withdrawn_nbytes
+
+    def resize(self, capacity_nbytes: int) -> bool:
+        """Another capacity from now on. What is above it goes as slots are freed: evict, to have that soon.
+
+        Pages that are withdrawn are given back to the system, and are never handed out again: a device or
+        network card that has pinned them would go on with those that it knows. Growth takes new segments.
+
+        Returns:
+            Whether all that was withdrawn so far was given back. In an arena that only its owner writes the
+            seals forbid that: it stays taken as long as the arena lives.
+        """
+        require_whole("capacity_nbytes", capacity_nbytes, least=PAGE_NBYTES)
+        with self._lock:
+            self.capacity_nbytes = capacity_nbytes // self._granule * self._granule
+            self._refused_growth = False
+            self._withdraw()
+            return self._gives_back
+
+    def _withdraw(self) -> None:
+        """Under the lock: take free pages above the capacity out of use, from the last segment on."""
+        for number in reversed(range(len(self._segments))):
+            allocator = self._allocators[number]
+            while (over := self.mapped_nbytes - self.capacity_nbytes) > 0 and allocator.largest_run:
+                pages = min(allocator.largest_run, -(-over // PAGE_NBYTES))
+                start = allocator.allocate(pages)
+                assert start is not None
+                self._withdrawn_nbytes += pages * PAGE_NBYTES
+                self._gives_back &= self._segments[number].give_back(start * PAGE_NBYTES, pages * PAGE_NBYTES)
 
     def allocate(self, nbytes: int) -> Slot | None:
         """A slot of ``nbytes`` bytes, or ``None`` if no free run is long enough and the arena can't grow.
@@ -215,6 +245,8 @@ class Arena:
             pages = allocator.free(slot.offset // PAGE_NBYTES)  # refuses what is not in use
             segment.raise_generation(slot.offset)
             self._used_pages -= pages
+            if self._mapped_nbytes - self._withdrawn_nbytes > self.capacity_nbytes:
+                self._withdraw()
 
     def view(self, slot: Slot) -> memoryview:
         """The writable bytes of ``slot``; they stay mapped as long as a view lives, also after ``close``."""
@@ -295,7 +327,7 @@ class Arena:
         return self._segments[slot.segment], self._allocators[slot.segment]
 
     def _grow(self, pages: int) -> bool:
-        room = self.capacity_nbytes - self._mapped_nbytes
+        room = self.capacity_nbytes - self.mapped_nbytes
         needed = pages * PAGE_NBYTES
         if needed > room:
             return False

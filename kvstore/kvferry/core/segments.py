@@ -194,6 +194,20 @@ class Segment(_Views):
         """
         self.generations[offset // PAGE_NBYTES] += 1
 
+    def give_back(self, offset: int, nbytes: int) -> bool:
+        """Give pages back to the system, which nobody will use again; whether it took them.
+
+        They read as zeros from then on. Seals against others' writes forbid it.
+        """
+        owner = None if self._data is None else self._data.obj
+        if not isinstance(owner, mmap.mmap):
+            return True  # closed: all of it goes
+        try:
+            owner.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        except OSError:
+            return False
+        return True
+
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last view. A second call does nothing."""
         self._data = self.array = None

@@ -243,6 +243,7 @@ class Daemon:
             try:
                 for store in self.stores.values():
                     store.poll()
+                    store.settle()
                 self.sessions.sweep()
                 self.tenants.cut_those_over()
             except KVFerryError as error:

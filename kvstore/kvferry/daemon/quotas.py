@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.tier_plugins import TIERS
 from kvferry.core.units import format_nbytes
 from kvferry.daemon.disks import capacity_of, disk_tiers, folders_of
 from kvferry.store.disk.names import tenant_folder
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
     from kvferry.core.config import StoreConfig
     from kvferry.core.config_tiers import TierConfig
     from kvferry.daemon.credentials import Limits
+    from kvferry.store.tier import Tier
 
-__all__ = ["Quota", "disk_shares", "quotas", "tenant_store"]
+__all__ = ["Quota", "disk_shares", "quotas", "require_tiers", "tenant_store"]
 
 _LEAST: Final = 1 << 20
 _FOLDER: Final = "tenants.d"
@@ -40,31 +42,31 @@ class Quota:
     def __repr__(self) -> str:
         return f"Quota(dram={self.dram}, disk={self.disk})"
 
+    def __str__(self) -> str:
+        disk = f", disk {format_nbytes(self.disk)}" if self.disk else ""
+        return f"memory {format_nbytes(self.dram)}{disk}"
 
-def quotas(
-    store: StoreConfig, tenants: Mapping[str, Limits], running: Mapping[str, Quota] | None = None
-) -> dict[str, Quota]:
+
+def quotas(store: StoreConfig, tenants: Mapping[str, Limits]) -> dict[str, Quota]:
     """The quota of each tenant: its own, or an equal share of what those with one leave.
 
     Args:
         store: What there is in all.
         tenants: Who they are, and what they are to have.
-        running: What those have that are there already; it stays.
 
     Raises:
         ConfigError: If it is more than there is; with the figures.
     """
     disk = sum(map(capacity_of, disk_tiers(store)))
-    kept = {name: quota for name, quota in (running or {}).items() if name in tenants}
     dram_of = _shares(
         store.dram_capacity,
-        {name: kept[name].dram if name in kept else one.dram for name, one in tenants.items()},
+        {name: one.dram for name, one in tenants.items()},
         "memory",
         "store.dram_capacity (--capacity)",
     )
     disk_of = dict.fromkeys(tenants, 0)
     if disk:
-        wanted = {name: kept[name].disk if name in kept else one.disk for name, one in tenants.items()}
+        wanted = {name: one.disk for name, one in tenants.items()}
         disk_of = _shares(disk, wanted, "disk", "the capacity of the disk tiers (--disk-capacity)")
     return {name: Quota(dram_of[name], disk_of[name]) for name in tenants}
 
@@ -109,6 +111,17 @@ def disk_shares(store: StoreConfig, quota: Quota) -> dict[int, int]:
         for number, tier in enumerate(store.tiers)
         if tier.kind == "disk"
     }
+
+
+def require_tiers(tenant: StoreConfig) -> None:
+    """See that the disk tiers of a tenant can be had with what it has, before one is opened or resized.
+
+    Raises:
+        ConfigError: If one would be too small.
+    """
+    for tier in disk_tiers(tenant):
+        plugin: type[Tier] = TIERS.load(tier.kind)
+        plugin.describe_options(tier.name or tier.kind, tier.options)
 
 
 def _own(tier: TierConfig, tenant: str, capacity: int) -> TierConfig:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,7 +21,7 @@ from kvferry.daemon.credentials import (
     Right,
     read_credentials,
 )
-from kvferry.daemon.quotas import Quota, quotas, tenant_store
+from kvferry.daemon.quotas import Quota, disk_shares, quotas, require_tiers, tenant_store
 from kvferry.daemon.rates import Meter
 from kvferry.store.tiered import TieredStore
 from kvferry.wire.channel import Channel
@@ -59,7 +59,7 @@ class Tenant:
             self._refused[reason] += 1
 
     def set(self, limits: Limits) -> None:
-        """Other limits from now on; not of memory and disk."""
+        """Other limits from now on; those of memory and disk are the store's."""
         self.meter.set(limits.rate, limits.requests)
         self.max_connections = limits.connections
 
@@ -135,7 +135,7 @@ class Tenants:
         file = read_credentials(path)
         self._credentials = Credentials(file)
         try:
-            self._tenants = self._opened(file, {})
+            self._tenants, _ = self._opened(file, {})
         except BaseException:
             self.close()
             raise
@@ -241,7 +241,7 @@ class Tenants:
     # ---- the file changes --------------------------------------------------------------------------
 
     def reload(self) -> str:
-        """Read the file again: tenants come and go, tokens that are gone are cut off.
+        """Read the file again: tenants come and go, tokens that are gone are cut off, quotas change.
 
         Returns:
             What changed, for people.
@@ -254,7 +254,7 @@ class Tenants:
         with self._reloading:
             file = read_credentials(self._path)
             before = self.all
-            now = self._opened(file, before)
+            now, shares = self._opened(file, before)
             gone = [tenant for name, tenant in before.items() if name not in now]
             with self._lock:
                 self._tenants, self._credentials = now, Credentials(file)
@@ -265,33 +265,51 @@ class Tenants:
                 tenant.store.close()
             told = [f"{len(file.credentials)} credentials of {len(now)} tenants"]
             told += [f"{cut} connections were cut"] if cut else []
-            waiting = [n for n, t in before.items() if n in now and _differs(t.quota, file.tenants[n])]
-            if waiting:
-                names = ", ".join(sorted(waiting))
-                told.append(f"other quotas of {names} count from the next start")
+            told += [f"tenant {tenant.name} is gone" for tenant in gone]
+            told += self._resize([tenant for name, tenant in now.items() if name in before], shares)
             text = "; ".join(told)
             log.info("credentials were read again: %s", text)
             return text
 
-    def _opened(self, file: CredentialFile, before: Mapping[str, Tenant]) -> dict[str, Tenant]:
-        """Every tenant of the file, those that are new opened; none of them if one cannot be."""
+    def _resize(self, tenants: Iterable[Tenant], shares: Mapping[str, Quota]) -> list[str]:
+        """Give tenants their new quotas, first those that give something; what changed, for people."""
+        changed = [tenant for tenant in tenants if tenant.quota != shares[tenant.name]]
+        told: list[str] = []
+        for tenant in sorted(changed, key=lambda one: shares[one.name].dram - one.quota.dram):
+            old, new = tenant.quota, shares[tenant.name]
+            own = tenant_store(self._config, tenant.name, new)
+            given = tenant.store.resize(new.dram, own.write_quota, disk_shares(self._config, new))
+            tenant.quota = new
+            told.append(f"{tenant.name} has now {new}")
+            if not given and new.dram < old.dram:
+                told.append(
+                    "what it has had of memory before stays taken until the next start (daemon.arena)"
+                )
+        return told
+
+    def _opened(
+        self, file: CredentialFile, before: Mapping[str, Tenant]
+    ) -> tuple[dict[str, Tenant], dict[str, Quota]]:
+        """Every tenant of the file, those that are new opened, and their quotas; none if one cannot be."""
         if not file.tenants:
             raise ConfigError(f"{self._path} has no tenant: nobody could come in (kvferry credentials add)")
-        shares = quotas(self._config, file.tenants, {name: one.quota for name, one in before.items()})
+        shares = quotas(self._config, file.tenants)
+        stores = {name: tenant_store(self._config, name, shares[name]) for name in file.tenants}
+        for store in stores.values():
+            require_tiers(store)
         found: dict[str, Tenant] = {}
         try:
             for name, limits in file.tenants.items():
                 if name in before:
                     found[name] = before[name]
                     continue
-                store = self._open_store(name, tenant_store(self._config, name, shares[name]))
-                found[name] = Tenant(name, store, shares[name], limits)
+                found[name] = Tenant(name, self._open_store(name, stores[name]), shares[name], limits)
         except BaseException:
             for name, one in found.items():
                 if name not in before:
                     one.store.close()
             raise
-        return found
+        return found, shares
 
     def close(self) -> None:
         """Close all stores."""
@@ -300,8 +318,3 @@ class Tenants:
                 tenant.store.close()
             except KVFerryError as error:
                 log.warning("the store of tenant %s did not close: %s", tenant.name, error)
-
-
-def _differs(quota: Quota, limits: Limits) -> bool:
-    disk = bool(quota.disk) and limits.disk not in (None, quota.disk)
-    return disk or limits.dram not in (None, quota.dram)

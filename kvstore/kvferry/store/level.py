@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvferry.core.errors import KVFerryError, TierError
+from kvferry.core.errors import ConfigError, KVFerryError, TierError
 from kvferry.core.interrupts import from_signal_handler
 from kvferry.core.keys import BlockKey
 from kvferry.core.values import require_number, require_whole
@@ -38,7 +38,7 @@ from kvferry.store.tier import (
     WriteResult,
 )
 
-__all__ = ["Level", "LevelOptions"]
+__all__ = ["Level", "LevelOptions", "with_options"]
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE_S = 0.5  # a tier that was given less time than this and was late is not to blame
@@ -87,6 +87,27 @@ class LevelOptions:
         require_whole("errors", self.errors, least=1)
         for name in ("pause_s", "lookup_timeout_s", "read_timeout_s", "write_timeout_s"):
             require_number(name, getattr(self, name), above=0)
+
+
+def with_options(tiers: Sequence[object]) -> list[tuple[Tier, LevelOptions]]:
+    """Each tier with how it is used, given alone or as a pair.
+
+    Raises:
+        ConfigError: If one is none; the others are closed.
+    """
+    pairs: list[tuple[Tier, LevelOptions]] = []
+    wrong: list[object] = []
+    for given in tiers:
+        tier, used = given if isinstance(given, tuple) and len(given) == 2 else (given, LevelOptions())
+        if not isinstance(used, LevelOptions) or not isinstance(tier, Tier):
+            wrong.append(given)
+        if isinstance(tier, Tier):
+            pairs.append((tier, used))
+    if wrong:
+        for tier, _ in pairs:
+            tier.close()
+        raise ConfigError(f"tiers has {wrong[0]!r}, must be a Tier, alone or with its LevelOptions")
+    return pairs
 
 
 class Level:
@@ -340,6 +361,10 @@ class Level:
     def unpin(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
         """End :meth:`pin` early."""
         self._contained("unpin", self.tier.unpin, namespace, keys)
+
+    def resize(self, capacity_nbytes: int) -> None:
+        """See :meth:`Tier.resize`."""
+        self._contained("resize", self.tier.resize, capacity_nbytes)
 
     def usage(self) -> TierUsage:
         """What the tier holds and how it goes."""

@@ -44,11 +44,19 @@ class RoomKeeper:
     ) -> None:
         self._pool = pool
         self._changed = changed
-        self._low, self._high = (share * pool.arena.capacity_nbytes for share in watermarks)
+        self._low_share, self._high_share = watermarks
         self._lock = lock
         self._work = QuietCondition(lock)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvferry-room", daemon=True)
+
+    @property
+    def _low(self) -> float:
+        return self._low_share * self._pool.arena.capacity_nbytes
+
+    @property
+    def _high(self) -> float:
+        return self._high_share * self._pool.arena.capacity_nbytes
 
     def start(self) -> None:
         """Start the thread."""

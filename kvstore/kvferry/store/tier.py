@@ -341,6 +341,12 @@ class Tier(ABC):
         not see it come back.
         """
 
+    def resize(self, capacity_nbytes: int) -> None:  # noqa: B027
+        """Another capacity from now on; what is above goes in the background. The options were checked.
+
+        Asked of tiers that tenants share out, which are the disks. One that cannot leaves it as it is.
+        """
+
     def found_namespaces(self) -> list[TierNamespace]:
         """Namespaces of which it holds blocks from before, and of which :meth:`open` has not told it.
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.store.background import Workers
 from kvferry.store.down import WayDown
 from kvferry.store.fetch import Fetcher
-from kvferry.store.level import Level, LevelOptions
+from kvferry.store.level import Level, LevelOptions, with_options
 from kvferry.store.options import StoreOptions
 from kvferry.store.room import RoomKeeper, evict_some
 from kvferry.store.spaces import Spaces
@@ -39,23 +39,6 @@ _LOG = logging.getLogger(__name__)
 _REMOVE_BATCH = 1024
 _CLOSE_LAST_S = 1.0
 _DEFAULTS = StoreOptions()
-
-
-def _pairs(tiers: Sequence[object]) -> list[tuple[Tier, LevelOptions]]:
-    """Each tier with how it is used; if one is none, the others are closed."""
-    pairs: list[tuple[Tier, LevelOptions]] = []
-    wrong: list[object] = []
-    for given in tiers:
-        tier, used = given if isinstance(given, tuple) and len(given) == 2 else (given, LevelOptions())
-        if not isinstance(used, LevelOptions) or not isinstance(tier, Tier):
-            wrong.append(given)
-        if isinstance(tier, Tier):
-            pairs.append((tier, used))
-    if wrong:
-        for tier, _ in pairs:
-            tier.close()
-        raise ConfigError(f"tiers has {wrong[0]!r}, must be a Tier, alone or with its LevelOptions")
-    return pairs
 
 
 class TieredStore(MemoryStore):
@@ -94,7 +77,7 @@ class TieredStore(MemoryStore):
     ) -> None:
         self._fetcher = Fetcher(self)
         self._closing = False
-        pairs = _pairs(tiers)
+        pairs = with_options(tiers)
         try:
             if not isinstance(options, StoreOptions):
                 raise ConfigError(f"options is {options!r}, must be StoreOptions")
@@ -270,6 +253,26 @@ class TieredStore(MemoryStore):
             Blocks and bytes; fewer where the rest is held.
         """
         return evict_some(self._pool, self._lock, self._cond.notify_all, nbytes)
+
+    def resize(self, capacity_nbytes: int, write_quota_nbytes: int | None, levels: Mapping[int, int]) -> bool:
+        """Other capacities of memory and of slower tiers, by their number, from now on.
+
+        What is above is evicted at once; what is held, by :meth:`settle` when it is free.
+
+        Returns:
+            Whether memory that is not used any more was given back to the system.
+        """
+        gives_back = self.arena.resize(capacity_nbytes)
+        self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
+        for number, nbytes in levels.items():
+            self.levels[number].resize(nbytes)
+        self.settle()
+        return gives_back
+
+    def settle(self) -> None:
+        """Evict what is above the capacity of memory after :meth:`resize`; call it now and then."""
+        if (above := self.arena.used_nbytes - self._pool.leaving_nbytes - self.arena.capacity_nbytes) > 0:
+            self.evict(above)
 
     # ---- called by namespaces --------------------------------------------------------------------
 

@@ -264,9 +264,6 @@ def test_more_than_there_is_is_refused_with_figures() -> None:
         quotas(store(), {"a": Limits(dram=GIB), "b": Limits()})
     with pytest.raises(ConfigError, match="disk"):
         quotas(store(), {"a": Limits(disk=5 * GIB)})
-    running = {"a": Quota(GIB, GIB)}
-    with pytest.raises(ConfigError, match="'b'"):  # what runs keeps what it has
-        quotas(store(), {"a": Limits(dram=MIB), "b": Limits()}, running)
 
 
 def test_a_meter_lets_a_seconds_worth_through_and_then_the_rate() -> None:

@@ -105,8 +105,8 @@ class Maintenance:
                 self._woken = False
 
     def _look_after(self) -> float:
-        """Bring back directories, remove what resisted, look for room; returns how long to pause."""
-        busy = self._state.retry_removals()
+        """Bring back directories, remove what has to go, look for room; returns how long to pause."""
+        busy = self._state.retry_removals() | self._state.go_on_shrinking()
         for root in self._state.roots:
             if root.is_up:
                 self._state.is_lost(root)

@@ -57,6 +57,7 @@ class DiskState:
     Attributes:
         templates: Of headers.
         runs: Writes and reads several files at once; ``None``: that is done one system call at a time.
+        is_shrinking: The capacity was changed: what is above it is still to be evicted.
         wake: Called when there is something to look after in the background.
     """
 
@@ -77,6 +78,7 @@ class DiskState:
         self.problems = problems
         self.templates = Templates()
         self.runs = file_runs() if type(files) is Files else None  # others want to see each call
+        self.is_shrinking = False
         self.wake: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
@@ -201,6 +203,23 @@ class DiskState:
             self.wake()
         else:
             self.index.gone(entry, entry.nbytes)
+
+    def shrink(self) -> int:
+        """Evict what is above the capacity, which was lowered; bytes above it that may not go now."""
+        while (above := self.index.used_nbytes - self.index.capacity_nbytes) > 0:
+            victims = self.index.evict(above)
+            if victims is None:
+                return above
+            for entry in victims:
+                self.remove(entry)
+        return 0
+
+    def go_on_shrinking(self) -> bool:
+        """After a change of the capacity; whether something is left that was in use."""
+        if self.is_shrinking:
+            self.is_shrinking = False  # first: another change may come
+            self.is_shrinking |= self.shrink() > 0
+        return self.is_shrinking
 
     def remove_first(self, going: deque[DiskEntry]) -> None:
         """Remove the file of the first of some discarded entries; one of several threads may get each."""

@@ -6,7 +6,7 @@ import heapq
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
 from operator import itemgetter
 
@@ -193,23 +193,21 @@ class DiskTier(Tier):
                 "tier %s: %s: removed %d temporaries; %d entries are not ours %s; not read: %s",
                 self.name, root.path, scan.temporaries, scan.foreign_count, scan.foreign[:3], scan.errors[:3],
             )  # fmt: skip
-        self._shrink()
+        if self._state.shrink() > 0:
+            _log.warning(
+                "tier %s: capacity is %d bytes, and folders and files that are no blocks take %d of it: "
+                "no block is stored; raise it, or remove what is not the tier's",
+                self.name, self.options.capacity_nbytes, self._overhead_nbytes(),
+            )  # fmt: skip
         self._choose_direct(root)
         return loaded
 
-    def _shrink(self) -> None:
-        """Evict what is above the cap, which may be lower than last time."""
-        while (above := self._state.index.used_nbytes - self.options.capacity_nbytes) > 0:
-            victims = self._state.index.evict(above)
-            if victims is None:
-                _log.warning(
-                    "tier %s: capacity is %d bytes, and folders and files that are no blocks take %d of it: "
-                    "no block is stored; raise it, or remove what is not the tier's",
-                    self.name, self.options.capacity_nbytes, self._overhead_nbytes(),
-                )  # fmt: skip
-                return
-            for entry in victims:
-                self._state.remove(entry)
+    def resize(self, capacity_nbytes: int) -> None:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        self.options = self._state.options = replace(self.options, capacity_nbytes=capacity_nbytes)
+        self._state.index.capacity_nbytes = capacity_nbytes
+        self._state.is_shrinking = True
+        self._maintenance.wake()
 
     def _overhead_nbytes(self) -> int:
         return sum(root.overhead_nbytes for root in self._state.roots)

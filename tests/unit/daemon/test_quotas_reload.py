@@ -1,0 +1,109 @@
+"""Quotas that change while the daemon runs: evicted inside the tenant, on disk too, and all or nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.client import ClientNamespace
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import BlockKey
+from kvferry.daemon.credentials import Limits
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
+from kvferry.testing.disk_usage import disk_usage
+
+from .conftest import Site
+
+SPEC = small_spec("quotas")
+MIB = 1 << 20
+CHAIN = 100  # blocks of 8 KiB
+
+
+def filled(site: Site, token: bytes, chains: int) -> tuple[ClientNamespace, list[list[BlockKey]]]:
+    ns = site.client(token).namespace(SPEC)
+    keys = [ns.keys([number] * SPEC.block_tokens * CHAIN) for number in range(chains)]
+    for one in keys:
+        save_blocks(ns, one)
+        assert ns.client.flush(deadline=deadline_in(20))
+    return ns, keys
+
+
+def test_a_smaller_quota_evicts_inside_the_tenant(site: Site) -> None:
+    site.tenant("a", Limits(dram=3 * MIB, disk=12 * MIB))
+    site.tenant("b", Limits(dram=1 * MIB, disk=4 * MIB))
+    tokens = {name: site.token(name) for name in ("a", "b")}
+    disk = site.folder / "disk"
+    daemon = site.start(f"daemon.disk={disk}", "daemon.disk_capacity=16MiB")
+    mine, keys = filled(site, tokens["a"], 4)
+    his, his_keys = filled(site, tokens["b"], 1)
+    held = mine.load(keys[3], deadline=deadline_in(20))
+    assert len(held) == CHAIN
+    site.tenant("a", Limits(dram=1 * MIB, disk=2 * MIB))
+    site.tenant("b", Limits(dram=3 * MIB, disk=14 * MIB, rate=1e9))
+    told = daemon.tenants.reload()
+    assert "a has now memory 1 MiB, disk 2 MiB" in told
+    assert "b has now memory 3 MiB, disk 14 MiB" in told
+    a, b = daemon.store_of("a"), daemon.store_of("b")
+    assert a.stats().used_nbytes <= a.stats().capacity_nbytes == 1 * MIB
+    assert a.arena.mapped_nbytes <= 1 * MIB
+    wait_until(lambda: disk_usage(disk / "tenants.d" / "a") <= 2 * MIB)
+    assert 0 < a.stats().per_tier["disk"]["used_nbytes"] <= a.stats().per_tier["disk"]["capacity_nbytes"]
+    assert [bytes(held.view(n)) for n in (0, CHAIN - 1)] == [
+        block_bytes(keys[3][n], SPEC.block_nbytes) for n in (0, CHAIN - 1)
+    ]
+    held.release()
+    assert his.lookup(his_keys[0]).prefix == CHAIN, "what is another's stays"
+    assert b.stats().capacity_nbytes == 3 * MIB
+    assert daemon.tenants.all["b"].meter.limits == (1e9, None)
+    more = his.keys([77] * SPEC.block_tokens * 200)  # more than it had before
+    save_blocks(his, more)
+    assert set(his.lookup(more).tiers) == {"dram"}
+    save_blocks(mine, mine.keys([88] * SPEC.block_tokens * CHAIN))
+    assert a.stats().used_nbytes <= 1 * MIB
+
+
+def test_what_is_held_is_evicted_when_it_is_free(site: Site) -> None:
+    site.tenant("a", Limits(dram=4 * MIB))
+    token = site.token("a")
+    daemon = site.start()
+    mine, keys = filled(site, token, 3)
+    with (
+        mine.load(keys[0], deadline=deadline_in(20)) as one,
+        mine.load(keys[1], deadline=deadline_in(20)) as two,
+        mine.load(keys[2], deadline=deadline_in(20)) as three,
+    ):
+        site.tenant("a", Limits(dram=1 * MIB))
+        daemon.tenants.reload()
+        store = daemon.store_of("a")
+        assert store.stats().used_nbytes == 3 * CHAIN * SPEC.block_nbytes
+        for lease in (one, two, three):
+            lease.check()
+    wait_until(lambda: store.stats().used_nbytes <= 1 * MIB)  # the daemon looks once a second
+    assert store.arena.mapped_nbytes <= 1 * MIB
+
+
+def test_a_file_that_promises_too_much_changes_nothing(site: Site) -> None:
+    for name in ("a", "b"):
+        site.tenant(name, Limits(dram=2 * MIB, disk=8 * MIB))
+    token = site.token("a")
+    daemon = site.start(f"daemon.disk={site.folder}/disk", "daemon.disk_capacity=16MiB")
+    mine, keys = filled(site, token, 2)
+    site.tenant("a", Limits(dram=1 * MIB, disk=8 * MIB, requests=0.1))
+    site.tenant("b", Limits(dram=2 * MIB, disk=9 * MIB))
+    with pytest.raises(ConfigError, match="17 MiB in all"):
+        daemon.tenants.reload()
+    assert daemon.store_of("a").stats().capacity_nbytes == 2 * MIB
+    assert [mine.lookup(one).prefix for one in keys * 2] == [CHAIN] * 4, "rates stay too"
+
+
+def test_a_new_tenant_takes_its_share_from_those_without_a_quota(site: Site) -> None:
+    first = site.token("a")
+    daemon = site.start()
+    mine, keys = filled(site, first, 5)
+    assert mine.client.stats().capacity_nbytes == 4 * MIB
+    site.token("b")
+    assert "a has now memory 2 MiB" in daemon.tenants.reload()
+    stats = mine.client.stats()
+    assert (stats.capacity_nbytes, daemon.store_of("b").stats().capacity_nbytes) == (2 * MIB, 2 * MIB)
+    assert 0 < stats.used_nbytes <= 2 * MIB
+    assert mine.lookup(keys[-1]).prefix == CHAIN, "the oldest went"
