@@ -20,7 +20,10 @@ def test_every_rate_is_measured_beside_raw_and_each_fixed_codec() -> None:
     assert [r["params"]["rate"] for r in results] == ["50 MB/s", "2 GB/s"]
     for result in results:
         assert result["scenario"] == "codec.adaptive"
-        assert set(result["baselines"]) == {"raw", "ebp", "lz4", "best_fixed"}
+        assert set(result["baselines"]) == {"raw", "raw_again", "ebp", "lz4", "best_fixed"}
+        noise = result["params"]["raw_again_over_raw"]
+        assert isinstance(noise, float)
+        assert noise > 0
         assert result["params"]["best_fixed"] in ("raw", "ebp", "lz4")
         assert result["params"]["chosen"] in ("raw", "ebp", "lz4")
         assert result["params"]["kv_nbytes"] == 6 * 256 * 2 * 2 * 64 * 2

@@ -34,15 +34,16 @@ _OLD_S: Final = 30.0
 _FIRST_LOOK_S: Final = 0.2
 _LOOK_EVERY_S: Final = 1.0
 _LOOK_SELDOM_S: Final = 5.0
-_LOOK_S: Final = 0.1
-_LOOK_CALLS: Final = 10
+_LOOK_CALLS: Final = 500
+"""After so many pieces a look without an answer ends: the link is faster than what has to be sent."""
 _LOOK_WINDOWS: Final = 5
 """The median forgets the first, in which a link that was not full gives what it saved up (a token bucket)."""
 _LOOK_SAME_WINDOWS: Final = 3
 """Enough for a look that finds what is known."""
 _LOOK_LONG_WINDOWS: Final = 2
 _LONG_WINDOWS_S: Final = 0.05
-_TRIAL_WINDOWS: Final = 2
+_TRIAL_WINDOWS: Final = 3
+"""The median forgets one: the first, for which threads start and memory is new, or one without the cores."""
 _SURE_WINDOWS: Final = 5
 _DOUBTS: Final = 2.0
 """By how many standard errors a pipeline may be better than what was measured of it in use."""
@@ -54,7 +55,6 @@ _TRIALS_SHARE: Final = 0.02
 _TRIAL_ENDS_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 1.0
 _OTHER_LINK: Final = 2.0
-_HOPELESS: Final = 2.0
 _FAR_FROM_CORES: Final = 3.0
 """A pipeline that takes so many times what encoding and decoding take is surely limited by the link."""
 _LINK_BOUND: Final = 1.15
@@ -91,7 +91,7 @@ class AdaptiveChoice:
 
     One that is predicted to gain 3 % is taken. What it then costs in use is noisy where the cores are shared:
     windows of 10 ms differ by a third, and two in a row say little. It therefore has the benefit of a doubt
-    that becomes smaller with each window, and is left once it is slower than raw beyond that, after two
+    that becomes smaller with each window, and is left once it is slower than raw beyond that, after three
     windows if it is much slower. What was measured is kept for the next time, and the doubt grows again with
     the traffic in between, so what was slow by little is tried again soon, what was slow by much late, and
     each trial adds to what is known. One that was never in use is expected to cost as much more than its
@@ -123,7 +123,6 @@ class AdaptiveChoice:
         self._news = False  # something was learnt since the last decision
         self._looking = False  # pieces go raw to look at the link
         self._look_calls = 0
-        self._looked_at = -math.inf
         self._look_every_s = _FIRST_LOOK_S
         self._looked_flow = 0.0  # what the pipeline in use cost then
         self._moving_s = 0.0  # time in which the link was busy since then
@@ -144,13 +143,13 @@ class AdaptiveChoice:
             now = self._clock()
             if self._looking:
                 self._look_calls += 1
-                self._looking = self._look_calls < _LOOK_CALLS or now - self._looked_at < _LOOK_S
+                self._looking = self._look_calls < _LOOK_CALLS
                 return RAW
             if self._news:
                 self._news = False
                 self._decide(now)
             if self._chosen != RAW and self._look_due(self._candidates[self._chosen]):
-                self._look(now)
+                self._look()
                 return RAW
             return self._chosen
 
@@ -167,8 +166,9 @@ class AdaptiveChoice:
         limited = flow <= _LINK_BOUND * self._link.value * used.size
         return self._moving_s >= min(self._look_every_s, _LOOK_SELDOM_S if limited else _LOOK_EVERY_S)
 
-    def _look(self, now: float) -> None:
-        self._looking, self._look_calls, self._looked_at = True, 1, now
+    def _look(self) -> None:
+        self._looking, self._look_calls = True, 1
+        self._seen, self._seen_s = FlowCost(), 0.0
         self._look_every_s = min(2 * self._look_every_s, _LOOK_SELDOM_S)
         self._looked_flow = self._moving_s = 0.0
 
@@ -269,7 +269,7 @@ class AdaptiveChoice:
         """Seconds a byte, with the doubt that is left in its favour: that is what makes it worth a trial."""
         formula, flow = self._formula(candidate), candidate.flow
         if candidate.name == self._chosen:
-            if not self._tried(candidate):
+            if flow.windows < _TRIAL_WINDOWS:
                 return formula
             return flow.value / (1.0 + (0.0 if flow.settled else _DOUBTS * flow.doubt))
         if candidate.promised:
@@ -280,11 +280,6 @@ class AdaptiveChoice:
         """How many times what was promised a pipeline cost in use, with the doubt in its favour."""
         doubts = _DOUBTS * (1.0 + (self._traffic_s - seen.seen_traffic_s) / _DOUBTS_GROW_S)
         return max(seen.flow.value / seen.promised / (1.0 + doubts * seen.flow.doubt), 1.0)
-
-    def _tried(self, used: _Candidate) -> bool:
-        """Whether what it costs in use is known well enough to be believed."""
-        windows = used.flow.windows
-        return windows >= _TRIAL_WINDOWS or (windows > 0 and used.flow.value > _HOPELESS * self._link.value)
 
     def _formula(self, candidate: _Candidate) -> float:
         sending = self._link.value * candidate.size
@@ -354,7 +349,7 @@ class AdaptiveChoice:
             link.add_all(seen)
         else:
             self._link = seen
-        self._seen, self._seen_s, self._looking = FlowCost(), 0.0, False
+        self._looking = False
         return True
 
     def _learn(self, candidate: _Candidate, now: float) -> None:

@@ -251,6 +251,41 @@ def test_a_slow_moment_of_a_fast_link_is_forgotten_within_some_prompts() -> None
     assert names[RAW] > names.total() / 2
 
 
+def test_a_look_at_the_link_goes_on_behind_a_pause() -> None:
+    """Short prompts with pauses between them: none is long enough to see the link, some together are."""
+    in_use = {"ebp": 1.1, "ebp(bits=4)": 1.6}  # slower than the link, and not slower than its first moment
+    link = Link(1.3, LOSSLESS, in_use)
+    link.run(0.1)
+    link.rate = 2.8
+    names = Counter[str]()
+    for number in range(40):
+        link.now += 0.3
+        link._last = ""  # the first piece of a prompt has none before it
+        _, of_prompt = link.run(0.03)
+        names += of_prompt if number >= 12 else Counter()
+    assert link.choice.status().link_rate == pytest.approx(2.8e9, rel=0.05)
+    assert names[RAW] > 0.95 * names.total(), names
+
+
+def test_one_slow_window_does_not_end_a_trial() -> None:
+    """The first, in which threads start and memory is new, say: in it the pipeline takes 5 times as long."""
+    link = Link(1.0, {"ebp": Speed(1.42, 3.0, 3.0)})
+    used_s = 0.0
+
+    def seconds(name: str) -> float:
+        nonlocal used_s
+        took = Link.seconds(link, name)
+        if name != RAW:
+            took *= 5 if used_s < 0.013 else 1
+            used_s += took
+        return took
+
+    link.seconds = seconds  # type: ignore[method-assign]
+    link.run(1.0)
+    assert link.choice.status().chosen == "ebp"
+    assert link.choice.status().switches == 1
+
+
 def test_trials_that_fail_follow_one_another_slowly() -> None:
     """The formula promises much of each pipeline, and in use none keeps it."""
     link = Link(3.0, {name: speed._replace(encode=9.0, decode=9.0) for name, speed in LOSSLESS.items()})
