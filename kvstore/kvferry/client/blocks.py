@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from typing import TypeAlias
 
-import numpy as np
-
-from kvferry.core.arena import ArenaMap, Slot
-from kvferry.core.buffers import PAGE_NBYTES
+from kvferry.core.buffers import PAGE_NBYTES, address_of
+from kvferry.core.segments import MappedSlots
 from kvferry.core.staging import StagingPiece
 
-__all__ = ["MappedBlocks", "OwnBlocks", "StagedBlocks"]
-
-
-class MappedBlocks:
-    """Blocks in the mapped memory of the daemon.
-
-    Args:
-        arena: The map that holds all of the slots.
-        slots: As they came: segment, offset and generation of each, as little-endian u64.
-        block_nbytes: Bytes of each.
-    """
-
-    __slots__ = ("_arena", "_block_nbytes", "_words")
-
-    def __init__(self, arena: ArenaMap, slots: bytes, block_nbytes: int) -> None:
-        self._arena = arena
-        self._words: Sequence[int] = np.frombuffer(slots, "<u8").tolist()
-        self._block_nbytes = block_nbytes
-
-    def view(self, index: int) -> memoryview:
-        """The bytes of one."""
-        segment, offset, generation = self._words[3 * index : 3 * index + 3]
-        return self._arena.view(Slot(segment, offset, self._block_nbytes, generation))
-
-    def stale(self) -> int | None:
-        """The first whose slot was freed since."""
-        return self._arena.first_stale_words(self._words)
+__all__ = ["Blocks", "OwnBlocks", "StagedBlocks"]
 
 
 class OwnBlocks:
@@ -66,7 +38,11 @@ class OwnBlocks:
             return [self._memory[: count * self._step]]
         return [self.view(index) for index in range(count)]
 
-    def stale(self) -> int | None:
+    def read_only(self) -> OwnBlocks:
+        """The same ones, with views that are read-only."""
+        return OwnBlocks(self._memory.toreadonly(), self._block_nbytes)
+
+    def first_stale(self) -> int | None:
         """None: nobody else has this memory."""
         return None
 
@@ -83,3 +59,12 @@ class StagedBlocks(OwnBlocks):
     def offsets(self, count: int) -> bytes:
         """Where the first ``count`` begin, as ``commit_blocks`` says it."""
         return struct.pack(f"<{count}Q", *(self._offset + index * self._step for index in range(count)))
+
+    def addresses(self) -> list[int]:
+        """Of the first byte of each."""
+        first = address_of(self._memory)
+        return list(range(first, first + len(self._memory), self._step))
+
+
+Blocks: TypeAlias = MappedSlots | OwnBlocks
+"""Those of a lease: in the mapped memory of the daemon, or in memory of this process."""

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from kvferry.client.blocks import MappedBlocks, OwnBlocks, StagedBlocks
+from kvferry.client.blocks import Blocks, OwnBlocks, StagedBlocks
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError, LeaseExpiredError, StoreError, TransportError, UnavailableError
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import checked_indexes
+from kvferry.core.raw_copy import copy_blocks
+from kvferry.core.segments import MappedSlots
 from kvferry.core.spec import KVSpec
-from kvferry.core.streaming_copy import stream_into
 from kvferry.wire import daemon_messages as d
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _ClientLease:
 
     def __init__(
         self, link: Link, spec: KVSpec, keys: tuple[BlockKey, ...], *, number: int = 0, epoch: str = "",
-        blocks: MappedBlocks | OwnBlocks | None = None, expires_at: float = _NEVER, found: bool = False,
+        blocks: Blocks | None = None, expires_at: float = _NEVER, found: bool = False,
         lossy: Iterable[int] | msgspec.UnsetType = msgspec.UNSET,
     ) -> None:  # fmt: skip
         self._link = link
@@ -55,7 +55,7 @@ class _ClientLease:
         self.epoch = epoch
         self.expires_at = expires_at if keys else _NEVER
         self.lossy = frozenset[int]() if lossy is msgspec.UNSET else checked_indexes(lossy, len(keys))
-        self._blocks = blocks
+        self._blocks = blocks.read_only() if blocks is not None and self.kind == "read" else blocks
         self._lock = threading.Lock()
         self._over = ""
         self._found = found  # taken by another process: that one ends it if nobody else does
@@ -75,10 +75,12 @@ class _ClientLease:
 
     def view(self, index: int) -> memoryview:
         """The bytes of block ``index``; see :class:`kvferry.core.blockstore.Lease`."""
-        self._require_active()
-        if self._blocks is None or not -len(self) <= index < len(self):
+        if self._over or self._link.closed or time.monotonic() >= self.expires_at:
+            self._require_active()  # written out: it is asked for each block
+        blocks, count = self._blocks, len(self.keys)
+        if blocks is None or not -count <= index < count:
             raise IndexError(f"{self!r} has no block {index}")
-        return self._blocks.view(index % len(self))
+        return blocks.view(index % count)
 
     def layer(self, index: int, layer: int) -> memoryview:
         """The layer slice ``layer`` of block ``index``."""
@@ -128,13 +130,9 @@ class _ClientLease:
 
 
 class ClientReadLease(_ClientLease):
-    """See :class:`kvferry.core.blockstore.ReadLease`."""
+    """See :class:`kvferry.core.blockstore.ReadLease`: views are read-only, tentative until :meth:`check`."""
 
     kind = "read"
-
-    def view(self, index: int) -> memoryview:
-        """The read-only bytes of block ``index``; tentative until :meth:`check`."""
-        return super().view(index).toreadonly()
 
     def check(self) -> None:
         """Confirm that all that was read so far is right; asks nobody.
@@ -142,7 +140,7 @@ class ClientReadLease(_ClientLease):
         Raises:
             LeaseExpiredError: If it is past its deadline, has ended, or a slot was used again.
         """
-        stale = None if self._blocks is None else self._blocks.stale()
+        stale = None if self._blocks is None else self._blocks.first_stale()
         if stale is not None:
             raise LeaseExpiredError(
                 f"read lease {self.lease_id}: the slot of block {stale} was used again; what was read is void"
@@ -230,11 +228,12 @@ class ClientWriteLease(_ClientLease):
         Raises:
             KVFerryError: As :meth:`commit`.
         """
-        if type(self._blocks) is OwnBlocks:
-            return self._commit(deadline, 0, [sources[key] for key in self.keys])[0]
-        for index, key in enumerate(self.keys):  # past the caches where that pays
-            stream_into(np.frombuffer(self.view(index), np.uint8), 0, sources[key])
-        return self._commit(deadline, 0)[0]
+        self._require_active()
+        blocks, wanted = self._blocks, [sources[key] for key in self.keys]
+        if isinstance(blocks, (MappedSlots, StagedBlocks)):
+            copy_blocks(blocks.addresses(), wanted, self.spec.block_nbytes)
+            wanted = []
+        return self._commit(deadline, 0, wanted)[0]
 
     def commit(self, deadline: float | None = None) -> int:
         """Publish all blocks at once and end the lease.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from kvferry.client.blocks import MappedBlocks, OwnBlocks
+from kvferry.client.blocks import Blocks, OwnBlocks
 from kvferry.client.leases import ClientReadLease, ClientWriteLease
 from kvferry.client.line import Line
 from kvferry.client.link import GRACE_S, Link
@@ -29,6 +29,7 @@ from kvferry.core.errors import (
 from kvferry.core.head_shards import HeadShard
 from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens, require_key, require_keys, split_keys
 from kvferry.core.regions import Region
+from kvferry.core.segments import MappedSlots
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
 from kvferry.core.values import require_bool
 from kvferry.wire import daemon_messages as d
@@ -158,21 +159,22 @@ class ClientNamespace:
 
     def _take_mapped(
         self, line: Line, request: d.LoadBlocks, limit: float
-    ) -> tuple[d.Loaded, MappedBlocks | None]:
+    ) -> tuple[d.Loaded, MappedSlots | None]:
         answer = line.call(request, d.Loaded, limit)
         if not answer.blocks:
             return answer, None
         return answer, self._mapped(line, answer.slots, answer.blocks, answer.epoch, limit)
 
-    def _mapped(self, line: Line, slots: bytes, count: int, epoch: str, limit: float) -> MappedBlocks:
+    def _mapped(self, line: Line, slots: bytes, count: int, epoch: str, limit: float) -> MappedSlots:
         """Blocks by address; their segments are mapped first if need be."""
         if len(slots) != count * d.SLOT_NBYTES:
             raise line.wrong(f"{len(slots)} bytes of slots for {count} blocks")
-        return MappedBlocks(self._map_of(line, slots, epoch, limit), slots, self.block_nbytes)
-
-    def _map_of(self, line: Line, slots: bytes, epoch: str, limit: float) -> ArenaMap:
-        shared = self._link.arena
         last = max(memoryview(slots).cast("Q")[::3])
+        return self._map_of(line, last, epoch, limit).slots(slots, self.block_nbytes)
+
+    def _map_of(self, line: Line, last: int, epoch: str, limit: float) -> ArenaMap:
+        """The map of the daemon's arena, with all segments up to ``last``."""
+        shared = self._link.arena
         if shared.epoch != epoch or shared.map.segments <= last:
             shared.attach(line.channel, limit)
         found = shared.map
@@ -210,7 +212,7 @@ class ClientNamespace:
 
     def take_found(
         self, line: Line, incoming: Incoming, found: d.FoundLease, count: int, limit: float
-    ) -> MappedBlocks | OwnBlocks | None:
+    ) -> Blocks | None:
         """The blocks of a lease that another process took."""
         if found.slots:
             return self._mapped(line, found.slots, count, found.epoch, limit)
@@ -255,7 +257,7 @@ class ClientNamespace:
                 missing = split_keys(answer.keys) if answer.keys else keys[: answer.blocks]
                 if len(missing) != answer.blocks or answer.blocks > len(keys):
                     raise line.wrong(f"{answer.blocks} slots to a reservation of {len(keys)} blocks")
-                blocks: MappedBlocks | OwnBlocks | None = None
+                blocks: Blocks | None = None
                 if answer.blocks and inline:
                     blocks = self._place_of(opened, answer.blocks)
                 elif answer.blocks:

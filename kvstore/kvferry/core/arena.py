@@ -15,7 +15,14 @@ from kvferry.core.allocator import PageAllocator
 from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import CapacityError, ConfigError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
-from kvferry.core.segments import MappedSegment, Segment, SegmentInfo, Slot, pages_of
+from kvferry.core.segments import (
+    MappedSegment,
+    MappedSlots,
+    Segment,
+    SegmentInfo,
+    Slot,
+    pages_of,
+)
 from kvferry.core.streaming_copy import stream_into
 from kvferry.core.values import require_whole
 
@@ -24,6 +31,7 @@ __all__ = [
     "ArenaLayout",
     "ArenaMap",
     "MappedSegment",
+    "MappedSlots",
     "Segment",
     "SegmentInfo",
     "Slot",
@@ -429,23 +437,9 @@ class ArenaMap:
         """Whether ``slot`` has not been freed since it was handed out."""
         return self._segment(slot).generation(slot.offset) == slot.generation
 
-    def first_stale_words(self, words: Sequence[int]) -> int | None:
-        """As :meth:`is_current` for many slots: the index of the first that was freed since, if any.
-
-        Args:
-            words: Segment, offset and generation of each.
-
-        Raises:
-            StoreError: If one lies in no segment that is mapped here.
-        """
-        segments, at = self._segments, 0
-        try:
-            for at in range(0, len(words), 3):
-                if segments[words[at]].generations[words[at + 1] // PAGE_NBYTES] != words[at + 2]:
-                    return at // 3
-        except (KeyError, IndexError) as error:
-            raise StoreError(f"slot {words[at : at + 3]} lies in no segment that is mapped here") from error
-        return None
+    def slots(self, slots: bytes, nbytes: int) -> MappedSlots:
+        """Many slots of one size at once; see :class:`MappedSlots`."""
+        return MappedSlots(self._segments, slots, nbytes)
 
     def close(self) -> None:
         """Forget the mappings; the memory goes with the last view."""

@@ -87,18 +87,26 @@ class BlockTable:
 
     def add(self, block: Block) -> None:
         """Store a block whose key is not stored, as used now; tails come before their parents."""
-        index = block.index
-        block.stored = True  # first: the slot of a block in the index that says otherwise would be given away
-        index.add(block)
-        index.lossy += block.lossy
-        self.entries += 1
-        self.stored_nbytes += index.slot_nbytes
-        if block.holds:
-            self.held_nbytes += block.nbytes
-            self.forgotten_nbytes -= block.nbytes
-        self.policy.inserted(block)
+        self.add_all(block.index, (block,))
+
+    def add_all(self, index: ChainIndex[Block], blocks: Sequence[Block]) -> None:
+        """Store blocks of one namespace, as :meth:`add` of each in turn; their keys differ."""
+        for block in blocks:
+            block.stored = True  # first: the slot of one in the index that says otherwise would be given away
+            if block.lossy:
+                index.lossy += 1
+            if block.holds:
+                self.held_nbytes += index.slot_nbytes
+                self.forgotten_nbytes -= index.slot_nbytes
+        index.add_all(blocks)
+        self.entries += len(blocks)
+        self.stored_nbytes += len(blocks) * index.slot_nbytes
+        inserted = self.policy.inserted
+        for block in blocks:
+            inserted(block)
         if self.journal.feeds:
-            self.journal.note(True, index.namespace_id, block.key)
+            for block in blocks:
+                self.journal.note(True, index.namespace_id, block.key)
 
     def publish_all(
         self, namespace_id: bytes, slot_nbytes: int, keys: Iterable[BlockKey],
@@ -109,7 +117,7 @@ class BlockTable:
         Args:
             namespace_id: Whose.
             slot_nbytes: Of each.
-            keys: Their keys.
+            keys: Their keys, which differ.
             parents: The key before each.
             slots: Where each lies.
             lossy: The numbers of those that have lost something; the others take the place of stored ones
@@ -124,13 +132,15 @@ class BlockTable:
         for number in lossy:
             blocks[number].lossy = True
         stored = index.entries
-        for block in reversed(blocks):
-            if block.key not in stored:
-                self.add(block)
-                self.saved_blocks += 1
-            elif index.lossy and not block.lossy and stored[block.key].lossy:
-                self.replace(stored[block.key], block)
-                self.saved_blocks += 1
+        new = [block for block in reversed(blocks) if block.key not in stored]
+        if index.lossy and len(new) < len(blocks):
+            for block in reversed(blocks):
+                before = stored.get(block.key)
+                if before is not None and before.lossy and not block.lossy:
+                    self.replace(before, block)
+                    self.saved_blocks += 1
+        self.add_all(index, new)
+        self.saved_blocks += len(new)
         return blocks
 
     def replace(self, lossy: Block, exact: Block) -> None:
@@ -182,6 +192,27 @@ class BlockTable:
             self.held_nbytes += block.nbytes
         elif block.holds == 1:
             self.forgotten_nbytes += block.nbytes
+
+    def hold_all(self, blocks: Iterable[Block]) -> None:
+        """:meth:`hold` each."""
+        for block in blocks:
+            if block.stored:
+                if not block.holds:
+                    self.held_nbytes += block.index.slot_nbytes
+                block.holds += 1
+            else:
+                self.hold(block)
+
+    def drop_all(self, blocks: Iterable[Block]) -> None:
+        """:meth:`drop` each."""
+        released = self.policy.released
+        for block in blocks:
+            if block.holds == 1 and block.stored:
+                block.holds = 0
+                self.held_nbytes -= block.index.slot_nbytes
+                released(block)
+            else:
+                self.drop(block)
 
     def drop(self, block: Block) -> None:
         """End one :meth:`hold`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from kvferry.core.eviction import Entry
@@ -42,6 +42,22 @@ class ChainIndex(Generic[E]):
         entry.children = self._orphans.pop(entry.key, 0) if self._orphans else 0
         if entry.parent is not None:
             self.attach(entry)
+
+    def add_all(self, entries: Sequence[E]) -> None:
+        """Enter entries whose keys differ and are not stored; as :meth:`add` of each in turn."""
+        stored, orphans = self.entries, self._orphans
+        stored.update([(entry.key, entry) for entry in entries])
+        for entry in entries:
+            entry.children = orphans.pop(entry.key, 0) if orphans else 0
+        for entry in entries:  # attach, written out: this is the hot path of every save
+            parent = entry.parent
+            if parent is None:
+                continue
+            above = stored.get(parent)
+            if above is None:
+                orphans[parent] = orphans.get(parent, 0) + 1
+            else:
+                above.children += 1
 
     def discard(self, entry: E) -> E | None:
         """Forget a stored entry; returns its parent if that is a tail now.

@@ -39,6 +39,7 @@ BlockKey = NewType("BlockKey", bytes)
 Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 _PERSON = b"kvferry.key.1"
+_KEY_DTYPE: Final = np.dtype((np.void, KEY_NBYTES))
 _U32 = struct.Struct("<I")
 _NO_MEDIA = _U32.pack(0)
 
@@ -189,7 +190,7 @@ def split_keys(blob: bytes) -> list[BlockKey]:
     """
     if len(blob) % KEY_NBYTES:
         raise ConfigError(f"keys of {len(blob)} bytes, each has {KEY_NBYTES}")
-    return [BlockKey(blob[i : i + KEY_NBYTES]) for i in range(0, len(blob), KEY_NBYTES)]
+    return cast("list[BlockKey]", np.frombuffer(blob, _KEY_DTYPE).tolist())
 
 
 def foreign_keys(engine_hashes: Iterable[bytes]) -> list[BlockKey]:

@@ -232,10 +232,14 @@ class SlotReadLease(SlotLease):
             self.check()
         except LeaseExpiredError as error:
             failed = error
-        if not self._owner.end_read(self):
+        if not self.end():
             raise LeaseExpiredError(f"read lease {self.lease_id} has ended: {self.reason}")
         if failed is not None:
             raise failed
+
+    def end(self) -> bool:
+        """Give the blocks back for a holder who has checked by himself; ``False`` if it had ended before."""
+        return self._owner.end_read(self)
 
     def __enter__(self) -> SlotReadLease:
         return self

@@ -117,16 +117,12 @@ class BlockPool(BlockTable):
             self._lease_id("r"),
             session,
             spec,
-            tuple(b.key for b in blocks),
-            tuple(b.slot for b in blocks),
+            tuple([b.key for b in blocks]),
+            tuple([b.slot for b in blocks]),
             expires_at,
         )
         if blocks:
-            for block in blocks:
-                if block.holds and block.stored:
-                    block.holds += 1
-                else:
-                    self.hold(block)
+            self.hold_all(blocks)
             self._read_blocks[lease.lease_id] = tuple(blocks)
             self.reads.add(lease)
         return lease
@@ -139,8 +135,7 @@ class BlockPool(BlockTable):
         """End a read lease and its holds."""
         lease.state, lease.reason = state, reason
         if self.reads.discard(lease):
-            for block in self._read_blocks.pop(lease.lease_id):
-                self.drop(block)
+            self.drop_all(self._read_blocks.pop(lease.lease_id))
 
     def open_write(
         self, session: Session, spec: KVSpec, fill: Fill, keys: Sequence[BlockKey], slots: Sequence[Slot],
@@ -217,10 +212,12 @@ class BlockPool(BlockTable):
 
     def _new(self, blocks: list[Block]) -> list[Block]:
         """Those that are stored; slots of the others go back."""
-        for block in blocks:
-            if not block.stored:
-                self.arena.free(block.slot)
-        return [block for block in blocks if block.stored]
+        stored = [block for block in blocks if block.stored]
+        if len(stored) < len(blocks):
+            for block in blocks:
+                if not block.stored:
+                    self.arena.free(block.slot)
+        return stored
 
     def abort(self, lease: WriteRecord, reason: str) -> None:
         """End a write lease by its holder's word: slots are free once no ``writing()`` is open."""

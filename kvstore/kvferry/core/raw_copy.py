@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.core.buffers import address_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.paged_copy import pages_kernel
 
-__all__ = ["Segments", "checked_segments", "copy_segments"]
+__all__ = ["Segments", "checked_segments", "copy_blocks", "copy_segments"]
 
 Segments: TypeAlias = Sequence[tuple[int, int]]
 """Address and bytes of each piece of a block, in the order in which they are stored."""
@@ -60,13 +61,38 @@ def copy_segments(blocks: Sequence[memoryview], segments: Sequence[Segments], *,
         for address, nbytes in pieces:
             rows.append((address, 0, block, nbytes))
             block += nbytes
+    if rows:
+        _copy(np.array(rows, np.uint64), to_segments=to_segments)
+
+
+def copy_blocks(addresses: Sequence[int], sources: Sequence[memoryview], nbytes: int) -> None:
+    """Copy blocks to memory by address, all in one call with the GIL released.
+
+    Args:
+        addresses: Where each goes. The memory must be there, and the caller's to write.
+        sources: The blocks, as flat views of bytes.
+        nbytes: Bytes of each.
+
+    Raises:
+        ValueError: If there are not as many addresses, or a block is of another size; nothing is copied.
+    """
+    if len(addresses) != len(sources) or set(map(len, sources)) - {nbytes}:
+        raise ValueError(f"{len(sources)} blocks to {len(addresses)} places of {nbytes} bytes each")
+    rows = np.zeros((len(sources), 4), np.uint64)
+    rows[:, 0] = [address_of(source) for source in sources]
+    rows[:, 2] = addresses
+    rows[:, 3] = nbytes
+    if nbytes and sources:
+        _copy(rows, to_segments=False)
+
+
+def _copy(rows: npt.NDArray[np.uint64], *, to_segments: bool) -> None:
+    """Rows of: address, 0, address in a block, bytes."""
     kernel = pages_kernel()
     if kernel is None:
-        for address, _, block, nbytes in rows:
+        for address, _, block, nbytes in rows.tolist():
             target, source = (address, block) if to_segments else (block, address)
             ctypes.memmove(target, source, nbytes)
-        return
-    if not rows:
         return
     parts = np.zeros((len(rows), _PART_WORDS), np.uint64)
     parts[:, :4] = rows

@@ -6,20 +6,24 @@ The owner makes a :class:`Segment`; another process that was passed its two desc
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import eq
 
 import numpy as np
 
-from kvferry.core.buffers import PAGE_NBYTES, ByteArray
+from kvferry.core.buffers import PAGE_NBYTES, ByteArray, address_of
 from kvferry.core.errors import ProtocolError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
 
 __all__ = [
     "MappedSegment",
+    "MappedSlots",
     "Segment",
     "SegmentInfo",
     "Slot",
@@ -269,3 +273,87 @@ class MappedSegment(_Views):
     def close(self) -> None:
         """Forget the mapping; the memory goes with the last view. A second call does nothing."""
         self._data = None
+
+
+class MappedSlots:
+    """Slots of one size in mapped segments; views are made as they are asked for.
+
+    Args:
+        segments: The mapped segments by number.
+        slots: As they came: segment, offset and generation of each, as little-endian u64.
+        nbytes: Bytes of the block in each.
+
+    Raises:
+        StoreError: If one lies in no segment that is mapped.
+    """
+
+    __slots__ = ("_data", "_generations", "_nbytes", "_numbers", "_offsets", "_tables")
+
+    def __init__(self, segments: Mapping[int, MappedSegment], slots: bytes, nbytes: int) -> None:
+        words: list[int] = np.frombuffer(slots, "<u8").tolist()
+        self._nbytes = nbytes
+        self._numbers, self._offsets, self._generations = words[::3], words[1::3], words[2::3]
+        self._data: dict[int, memoryview] = {}
+        self._tables: dict[int, memoryview] = {}
+        for number in set(self._numbers):
+            segment = segments.get(number)
+            if segment is None or segment._data is None:
+                raise StoreError(f"segment {number} is not mapped here; ask the owner for its descriptors")
+            self._data[number], self._tables[number] = segment._data, segment.generations
+
+    def read_only(self) -> MappedSlots:
+        """The same ones, with views that are read-only."""
+        other = copy.copy(self)
+        other._data = {number: data.toreadonly() for number, data in self._data.items()}
+        return other
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of one; tentative until :meth:`first_stale` was asked after the last read.
+
+        Raises:
+            StoreError: If it does not lie inside its segment.
+        """
+        offset, nbytes = self._offsets[index], self._nbytes
+        view = self._data[self._numbers[index]][offset : offset + nbytes]
+        if len(view) != nbytes:
+            raise self._outside(index)
+        return view
+
+    def first_stale(self) -> int | None:
+        """The first that was freed since it was handed out, if any.
+
+        Raises:
+            StoreError: If one does not lie inside its segment.
+        """
+        tables, places = self._tables, zip(self._numbers, self._offsets, strict=True)
+        try:
+            present = [tables[number][offset // PAGE_NBYTES] for number, offset in places]
+        except IndexError:
+            raise self._outside(self._offsets.index(max(self._offsets))) from None
+        if present == self._generations:
+            return None
+        return list(map(eq, present, self._generations)).index(False)
+
+    def addresses(self) -> list[int]:
+        """Of the first byte of each, to be written.
+
+        Raises:
+            StoreError: If one does not lie inside its segment, or that is mapped read-only.
+        """
+        first, room = {}, {}
+        for number, data in self._data.items():
+            if data.readonly:
+                raise StoreError(f"segment {number} is mapped read-only")
+            first[number], room[number] = address_of(data), len(data) - self._nbytes
+        places = list(zip(self._numbers, self._offsets, strict=True))
+        for index, (number, offset) in enumerate(places):
+            if offset > room[number]:
+                raise self._outside(index)
+        return [first[number] + offset for number, offset in places]
+
+    def _outside(self, index: int) -> StoreError:
+        number, offset = self._numbers[index], self._offsets[index]
+        return StoreError(
+            f"a slot of {self._nbytes} bytes at {offset} is not inside segment {number} of "
+            f"{len(self._data[number])} bytes"
+        )

@@ -7,7 +7,6 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, cast
 
 import msgspec
@@ -44,6 +43,7 @@ __all__ = ["Service"]
 
 log = logging.getLogger(__name__)
 
+_SLOT: Final = struct.Struct("<3Q")
 _IDLE_S: Final = 3600.0
 _SEND_S: Final = 10.0
 _SLOWEST: Final = 10e6  # bytes a second below which a client counts as stuck
@@ -452,5 +452,5 @@ def _packed(hit: Hit, tiers: Sequence[str]) -> bytes:
 
 
 def _pack_slots(slots: Sequence[Slot]) -> bytes:
-    words = chain.from_iterable([(s.segment, s.offset, s.generation) for s in slots])
-    return struct.pack(f"<{3 * len(slots)}Q", *words)
+    pack = _SLOT.pack
+    return b"".join([pack(slot.segment, slot.offset, slot.generation) for slot in slots])

@@ -165,9 +165,8 @@ class EngineSession:
 def _end(lease: SlotReadLease | SlotWriteLease) -> None:
     if isinstance(lease, SlotWriteLease):
         lease.abort()
-    elif isinstance(lease, SlotReadLease):
-        with contextlib.suppress(LeaseExpiredError):
-            lease.release()
+    else:
+        lease.end()
 
 
 class Sessions:

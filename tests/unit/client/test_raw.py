@@ -232,3 +232,26 @@ def test_copies_are_right_to_the_byte(native: bool, monkeypatch: pytest.MonkeyPa
         touched[at : at + nbytes] = True
     assert bytes(memory[touched]) == bytes(fresh)
     assert np.array_equal(memory[~touched], before[~touched])
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 300 << 10])  # the last are copied past the caches
+@pytest.mark.parametrize("native", [True, False])
+def test_blocks_are_copied_to_their_places_and_nowhere_else(
+    native: bool, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(raw_copy, "pages_kernel", lambda: None)
+    rng = np.random.default_rng(nbytes)
+    memory = np.zeros((8, nbytes + 7), np.uint8)
+    blocks = rng.integers(1, 256, (3, nbytes), np.uint8)
+    sources = [blocks[0].data, blocks[1].data.toreadonly(), memoryview(bytes(blocks[2]))]
+    places = [int(memory[row].ctypes.data) for row in (5, 0, 3)]
+    raw_copy.copy_blocks(places, sources, nbytes)
+    wanted = np.zeros_like(memory)
+    wanted[[5, 0, 3], :nbytes] = blocks
+    assert np.array_equal(memory, wanted)
+    for wrong in (sources[:2], [*sources[:2], memoryview(bytes(nbytes + 1))]):
+        with pytest.raises(ValueError, match=f"to 3 places of {nbytes} bytes each"):
+            raw_copy.copy_blocks(places, wrong, nbytes)
+    raw_copy.copy_blocks([], [], nbytes)
+    assert np.array_equal(memory, wanted)

@@ -1,6 +1,7 @@
 import fcntl
 import mmap
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from kvferry.core import arena as arena_module
 from kvferry.core.arena import Arena, ArenaLayout, ArenaMap, MappedSegment, Segment, SegmentInfo, Slot
+from kvferry.core.buffers import address_of
 from kvferry.core.errors import CapacityError, ConfigError, ProtocolError, StoreError
 
 PAGE = mmap.PAGESIZE
@@ -273,6 +275,49 @@ def test_another_process_reads_writes_and_sees_the_generation() -> None:
         assert child.stdout.readline() == "False\n"
         child.stdin.close()
         assert child.wait(30) == 0
+    arena.close()
+
+
+def test_many_mapped_slots_at_once() -> None:
+    arena = Arena(256 * PAGE, segment_nbytes=8 * PAGE)
+    slots = arena.allocate_many(40, PAGE + 1)
+    assert slots is not None
+    assert len({slot.segment for slot in slots}) > 1
+    for number, slot in enumerate(slots):
+        arena.view(slot)[:] = bytes([number]) * (PAGE + 1)
+    packed = b"".join(struct.pack("<3Q", slot.segment, slot.offset, slot.generation) for slot in slots)
+    mapped = ArenaMap.from_fds(arena.layout(), arena.descriptors(), writable=True)
+    found = mapped.slots(packed, PAGE + 1)
+    assert [bytes(found.view(n)) for n in range(40)] == [bytes([n]) * (PAGE + 1) for n in range(40)]
+    assert (found.view(0).readonly, found.read_only().view(0).readonly) == (False, True)
+    assert found.addresses() == [address_of(found.view(n)) for n in range(40)]
+    assert found.first_stale() is None
+    arena.free(slots[39])
+    arena.free(slots[5])
+    assert (found.first_stale(), found.read_only().first_stale()) == (5, 5)
+    mapped.close()
+    assert bytes(found.view(7)) == bytes([7]) * (PAGE + 1)  # the memory goes with the last that uses it
+    arena.close()
+
+
+@pytest.mark.parametrize("offset", [8 * PAGE - PAGE, 1 << 40, (1 << 64) - PAGE])
+def test_mapped_slots_lie_inside_their_segment(offset: int) -> None:
+    arena = Arena(8 * PAGE, segment_nbytes=8 * PAGE)
+    arena.allocate(PAGE)
+    mapped = ArenaMap.from_fds(arena.layout(), arena.descriptors(), writable=True)
+    found = mapped.slots(struct.pack("<6Q", 0, 0, 0, 0, offset, 0), 2 * PAGE)
+    assert len(found.view(0)) == 2 * PAGE
+    for call in (lambda: found.view(1), found.addresses):
+        with pytest.raises(StoreError, match=f"of {2 * PAGE} bytes at {offset} is not inside segment 0"):
+            call()
+    if offset >= 1 << 40:
+        with pytest.raises(StoreError, match="is not inside segment 0"):
+            found.first_stale()
+    with pytest.raises(StoreError, match="segment 1 is not mapped here"):
+        mapped.slots(struct.pack("<3Q", 1, 0, 0), PAGE)
+    only_read = ArenaMap.from_fds(arena.layout(), arena.descriptors()).slots(bytes(24), PAGE)
+    with pytest.raises(StoreError, match="segment 0 is mapped read-only"):
+        only_read.addresses()
     arena.close()
 
 
