@@ -12,12 +12,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 _TESTS = Path(__file__).parents[1]
-_SIM = [str(_TESTS / "conformance" / "test_devices.py"), "-k", "TestSim and not heads_land"]
+_ON_HOST = [
+    str(_TESTS / "conformance" / f"test_{name}.py") for name in ("devices", "device_pools", "device_tier")
+]
+_SIM = [_ON_HOST[0], "-k", "TestSim and not heads_land"]
 _MUSA = [str(_TESTS / "fakemusa" / "musa_suite.py")]
 _HEADER = Path(sysconfig.get_paths()["include"]) / "Python.h"
 _MUTATIONS = [
@@ -69,17 +74,20 @@ def test_the_suite_on_a_fake_musa_device() -> None:
     assert " passed" in result.stdout
 
 
-@pytest.mark.parametrize("mutation", _MUTATIONS)
-def test_the_suite_sees_a_race_on_the_simulated_device(mutation: str) -> None:
-    result = _pytest("-x", *_SIM, mutation=mutation)
-    assert result.returncode == 1, result.stdout[-8000:] + result.stderr[-4000:]
-    assert "1 failed" in result.stdout
+def _races() -> Iterator[Any]:
+    """Each mutation with the tests that must see it."""
+    for mutation in _MUTATIONS:
+        yield pytest.param(_SIM, mutation, id=f"sim-{mutation}")
+        marks = (pytest.mark.soak, _on_fake_musa)
+        yield pytest.param(_MUSA, mutation, id=f"fakemusa-{mutation}", marks=marks)
+    for mutation in _POOL_MUTATIONS:
+        yield pytest.param(_POOL, mutation, id=f"pool-{mutation}", marks=pytest.mark.soak)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("mutation", _POOL_MUTATIONS)
-def test_the_tests_of_the_pool_see_a_race(mutation: str) -> None:
-    result = _pytest("-x", *_POOL, mutation=mutation)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("tests", "mutation"), [*_races()])
+def test_a_race_is_seen(tests: list[str], mutation: str) -> None:
+    result = _pytest("-x", *tests, mutation=mutation)
     assert result.returncode == 1, result.stdout[-8000:] + result.stderr[-4000:]
     assert "1 failed" in result.stdout
 
@@ -95,20 +103,16 @@ def test_ten_thousand_blocks_on_a_fake_musa_device(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.soak
-@_on_fake_musa
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("mutation", _MUTATIONS)
-def test_the_suite_sees_a_race_on_a_fake_musa_device(mutation: str) -> None:
-    result = _pytest("-x", *_MUSA, mutation=mutation)
-    assert result.returncode == 1, result.stdout[-8000:] + result.stderr[-4000:]
-    assert "1 failed" in result.stdout
-
-
-@pytest.mark.soak
-@_on_fake_musa
 @pytest.mark.timeout(3600)
-def test_five_and_twenty_times_without_a_flake() -> None:
+@pytest.mark.parametrize(
+    "suite",
+    [
+        pytest.param([*_ON_HOST, "-k", "TestCpu"], id="cpu"),
+        pytest.param([*_ON_HOST, "-k", "TestSim"], id="sim"),
+        pytest.param(_MUSA, id="fakemusa", marks=_on_fake_musa),
+    ],
+)
+def test_five_and_twenty_times_without_a_flake(suite: list[str]) -> None:
     for number in range(25):
-        for suite in (_SIM, _MUSA):
-            result = _pytest(*suite)
-            assert result.returncode == 0, f"run {number}: {result.stdout[-8000:]}"
+        result = _pytest(*suite, "-m", "not soak")
+        assert result.returncode == 0, f"run {number}: {result.stdout[-8000:]}"

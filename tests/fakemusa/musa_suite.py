@@ -19,6 +19,7 @@ from kvferry.device.copy_engine import CopyEngine
 from kvferry.device.torch_device import MusaDevice
 from kvferry.testing.device_hooks import DeviceHooks
 from kvferry.testing.device_pools import DevicePoolSuite
+from kvferry.testing.device_tiers import DeviceTierSuite
 from kvferry.testing.devices import DeviceSuite
 
 fakemusa: Any = importlib.import_module("fakemusa")  # torch has the device from here on
@@ -44,6 +45,10 @@ class TestFakeMusa(_MusaHooks, DeviceSuite):
 class TestFakeMusaPool(_MusaHooks, DevicePoolSuite):
     def set_latency(self, device: Device, seconds: float) -> None:
         fakemusa.native.set_jitter(int(seconds * 1e6))
+
+
+class TestFakeMusaTier(_MusaHooks, DeviceTierSuite):
+    """Blocks in spare memory of the card."""
 
 
 def test_the_engine_gives_the_same_tokens_with_a_pool_four_times_too_small(tmp_path: Path) -> None:
