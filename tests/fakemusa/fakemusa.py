@@ -121,6 +121,8 @@ def _module() -> types.ModuleType:
     module.synchronize = lambda device=None: native.synchronize(_index(device))
     module.mem_get_info = lambda device=None: native.mem_info(_index(device))
     module.musart = lambda: _Runtime
+    module.empty_cache = lambda: None
+    module._sleep = lambda cycles: native.kernel(_SCRATCH, 0, cycles // 1000)  # at a GHz
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
     module._lazy_init = lambda: None
@@ -128,4 +130,5 @@ def _module() -> types.ModuleType:
 
 
 torch._register_device_module("musa", _module())  # type: ignore[no-untyped-call]
+_SCRATCH = torch.empty(64, dtype=torch.uint8, device="musa")
 backend_registration.generate_methods_for_privateuse1_backend(for_storage=False)

@@ -121,3 +121,24 @@ def test_the_memory_is_torchs_own() -> None:
     engine.copy_out([(flat, here)], after=[event]).wait(deadline_in(20))
     assert torch.frombuffer(here, dtype=torch.float32).tolist() == list(range(64))
     engine.close()
+
+
+def test_a_real_devices_gates_and_slow_copies_are_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``kvferry bench device --check`` has them: so much of it, and on the right stream."""
+    monkeypatch.setenv("KVFERRY_CHECK_DEVICE", "musa:0")
+    real: Any = importlib.import_module("kvferry.testing.real_device")
+    hooks = real.TestDevice()
+    device, done = hooks.make_device(), []
+    current = torch.get_device_module("musa").current_stream
+    monkeypatch.setattr(real._work(), "_spin", lambda cycles: done.append((cycles, current())))
+    monkeypatch.setattr(real._work(), "_unit_s", 0.001)
+    memory, stream, seen = device.empty(1 << 17), device.new_stream(), page_aligned(1 << 17)
+    with hooks.shut_gate(device):
+        hooks.kernel(device, memory, 7, 0.25)
+    device.synchronize()
+    hooks.set_latency(device, 0.2)
+    device.copy(device.host_bytes(seen), memory, stream)
+    hooks.set_latency(device, 0.0)
+    device.synchronize()
+    assert set(seen) == {7}
+    assert done == [(1500 * 10**6, current()), (250 * 10**6, current()), (200 * 10**6, stream)]

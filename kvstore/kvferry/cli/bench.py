@@ -11,6 +11,8 @@ import typer
 from kvferry.cli.options import ConfigFile, Json, Sets, load_and_log
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvferry.bench.registry import Options
     from kvferry.bench.results import Result
 
@@ -239,6 +241,13 @@ def device(
         Text, typer.Option(metavar="SIZE,…", help="Sizes of one copy. [default: 1MiB,16MiB]")
     ] = None,
     layers: Annotated[Number, typer.Option(min=1, help="Layers of device.save_layers. [default: 32]")] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Run the suites on the device too, and say whether it is as it should be: 5 minutes.",
+        ),
+    ] = False,
     walk: Walk = None,
     runs: Runs = 9,
     as_json: Json = False,
@@ -252,7 +261,11 @@ def device(
     from kvferry.bench.registry import Options
 
     params = {"device": kind, "scenario": scenario, "sizes": sizes, "layers": layers, "walk": walk}
-    _run("device", Options(runs=runs, params=params), as_json=as_json)
+    options = Options(runs=runs, params=params)
+    if check:
+        _check_device(options, as_json=as_json)
+    else:
+        _run("device", options, as_json=as_json)
 
 
 @app.command("codec")
@@ -315,10 +328,41 @@ def codec(
     _run("codec", Options(runs=runs, params=params), as_json=as_json)
 
 
-def _run(group: str, options: Options, *, as_json: bool) -> None:
-    """Run a group with progress on standard error; results go to standard output."""
+def _check_device(options: Options, *, as_json: bool) -> None:
+    """Exit with 1 if something is not as it should be."""
+    from kvferry.bench.device_check import Verdict, check
+    from kvferry.bench.report import print_report
+    from kvferry.bench.results import Result
+    from kvferry.cli.output import print_table
+    from kvferry.cli.progress import progress_lines
+
+    found: list[Result | Verdict] = []
+    with progress_lines("kvferry bench device --check: starting") as progress:
+        for one in check(options, progress):
+            found.append(one)
+            if as_json:
+                typer.echo(one.to_json())
+    verdicts = [one for one in found if isinstance(one, Verdict)]
+    if not as_json:
+        print_report([one for one in found if isinstance(one, Result)], _console())
+        words = {True: "yes", False: "NO", None: "-"}
+        rows = [
+            (one.check, f"{one.value:.3g}", f"{one.bar:g}", words[one.ok], one.detail) for one in verdicts
+        ]
+        print_table(("check", "value", "bar", "as it should be", "what"), rows)
+    if any(one.ok is False for one in verdicts):
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
     from rich.console import Console
 
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)  # nobody's terminal: nothing is cut
+
+
+def _run(group: str, options: Options, *, as_json: bool) -> None:
+    """Run a group with progress on standard error; results go to standard output."""
     from kvferry.bench.registry import GROUPS, run_group
     from kvferry.bench.report import print_report
     from kvferry.cli.progress import progress_lines
@@ -332,7 +376,4 @@ def _run(group: str, options: Options, *, as_json: bool) -> None:
             if as_json:
                 typer.echo(result.to_json())
     if not as_json:
-        console = Console()
-        # nobody's terminal: nothing is cut
-        shown = console if console.is_terminal else Console(width=_WIDTH)
-        print_report(results, shown, GROUPS[group].comparison)
+        print_report(results, _console(), GROUPS[group].comparison)

@@ -135,6 +135,8 @@ class DeviceSuite(DevicePages, DeviceJobs):
     def test_a_copy_without_wait_is_stale_and_with_an_event_right(self, lazy: Device) -> None:
         """Streams are ordered by events alone (C004)."""
         memory, stream, here = lazy.empty(_N), lazy.new_stream(), self._pinned(lazy)
+        self.kernel(lazy, memory, 5)  # it may have been anything
+        lazy.synchronize()
         self.kernel(lazy, memory, 7, self.slow_s)
         lazy.copy(here.bytes, memory, stream)
         stream.synchronize()
