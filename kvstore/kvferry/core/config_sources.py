@@ -37,6 +37,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "KVFERRY_TOKEN": "the token that clients show to the daemon; better $KVFERRY_TOKEN_FILE",
     "KVFERRY_TOKEN_FILE": "the file with the token that clients show to the daemon",
     "KVFERRY_SMOLLM2_DIR": "a folder with the SmolLM2 checkpoint, for the demo and for tests",
+    "KVFERRY_CHECK_DEVICE": "which device the suites of real devices run on",
     "KVFERRY_POOL_STRESS": "how many actions the device suite's stress of a pool takes",
     "KVFERRY_C004_RUNS": "how often the device suite saves right behind a kernel",
 }
