@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,6 +55,7 @@ stops = st.one_of(st.integers(1, LONGEST), st.just(LONG))
 
 class StoreMachine(RuleBasedStateMachine):
     steps = 0
+    failed: ClassVar[list[BaseException]] = []  # of teardowns
 
     def __init__(self) -> None:
         super().__init__()
@@ -419,8 +421,16 @@ class StoreMachine(RuleBasedStateMachine):
             self.check_bytes(lease)
 
     def teardown(self) -> None:
-        if not hasattr(self, "store"):
-            return
+        try:
+            if hasattr(self, "store"):
+                self.finish()
+        except BaseException as error:
+            StoreMachine.failed.append(error)
+            raise
+        finally:
+            self.near.close()
+
+    def finish(self) -> None:
         if not self.calm:
             self.calm_down()
         self.end_all()
@@ -433,7 +443,6 @@ class StoreMachine(RuleBasedStateMachine):
         for allocator in self.store.arena._allocators:
             assert allocator.runs() == [(0, allocator.pages)]
         self.store.close()
-        self.near.close()
 
 
 class DiskMachine(StoreMachine):
@@ -467,15 +476,11 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_t
 
 
 def _run(machine: type[StoreMachine], examples: int, steps: int, *, derandomize: bool) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            suppress_health_check=CHECKS,
-            derandomize=derandomize,
-        ),
-    )
+    StoreMachine.failed.clear()
+    options = settings(max_examples=examples, stateful_step_count=steps, derandomize=derandomize)
+    run_state_machine_as_test(machine, settings=settings(options, suppress_health_check=CHECKS))
+    if StoreMachine.failed:  # Hypothesis drops what a teardown raises after an example that was too long
+        raise StoreMachine.failed[0]
 
 
 @pytest.mark.parametrize(
