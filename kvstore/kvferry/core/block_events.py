@@ -1,4 +1,4 @@
-"""What was stored in memory and removed from it, told to listeners that may fall behind."""
+"""What comes into a place that keeps blocks and goes from it, told to listeners that may fall behind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ __all__ = ["BlockEvent", "BlockFeed", "BlockJournal"]
 class BlockEvent(NamedTuple):
     """One block came or went."""
 
-    seq: int
-    """Runs on without gaps while somebody listens."""
     stored: bool
+    tier: str
     namespace_id: bytes
     key: BlockKey
 
 
 class BlockFeed:
-    """The events of one listener, bounded; filled under the store's lock, taken without.
+    """The events of one listener, bounded; filled by several journals, each under a lock of its own.
 
     Args:
         limit: Events that may wait; one more cuts it off.
@@ -36,7 +35,7 @@ class BlockFeed:
         self.over = False
 
     def put(self, event: BlockEvent) -> None:
-        """Called by the journal."""
+        """Called by a journal. Appending is atomic, so the events of each journal stay in their order."""
         if len(self._events) < self._limit:
             self._events.append(event)
         else:
@@ -53,21 +52,22 @@ class BlockFeed:
 
 
 class BlockJournal:
-    """Numbers the events of one store for its feeds. All methods are called under the store's lock.
+    """Tells feeds of the events of one tier. All methods are called under the lock of what it is about.
+
+    Args:
+        tier: Its name.
 
     Attributes:
-        seq: Number of the last event.
         feeds: Who listens; those that are over are dropped with the next event.
     """
 
-    def __init__(self) -> None:
-        self.seq = 0
+    def __init__(self, tier: str) -> None:
         self.feeds: list[BlockFeed] = []
+        self._tier = tier
 
     def note(self, stored: bool, namespace_id: bytes, key: BlockKey) -> None:
         """A block came or went; called only where somebody listens."""
-        self.seq += 1
-        event = BlockEvent(self.seq, stored, namespace_id, key)
+        event = BlockEvent(stored, self._tier, namespace_id, key)
         for feed in self.feeds:
             feed.put(event)
         if any(feed.over for feed in self.feeds):

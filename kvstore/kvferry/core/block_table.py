@@ -23,7 +23,10 @@ from kvferry.core.segments import Slot
 if TYPE_CHECKING:
     from kvferry.core.memory_namespace import MemoryNamespace
 
-__all__ = ["BlockTable"]
+__all__ = ["DRAM", "BlockTable"]
+
+DRAM = "dram"
+"""What the memory tier is called."""
 
 
 class BlockTable:
@@ -49,7 +52,7 @@ class BlockTable:
         self.leaving_nbytes = 0
         self.saved_blocks = 0
         self.evicted_blocks = 0
-        self.journal = BlockJournal()
+        self.journal = BlockJournal(DRAM)
         self.may_leave: Callable[[Block], Leave] | None = None
         self._leaving: Counter[Block] = Counter()
         self._pins: list[tuple[float, int, Block]] = []

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvferry.core.arena import Arena, ArenaLayout
+from kvferry.core.block_table import DRAM
 from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
 from kvferry.core.clock import checked_deadline
@@ -29,8 +30,6 @@ from kvferry.core.values import require_number, require_whole
 from kvferry.core.write_leases import SlotWriteLease, WriteRecord
 
 __all__ = ["DRAM", "MemoryNamespace", "MemoryStore", "SessionStore"]
-
-DRAM = "dram"
 _DEFAULT_SCOPE = KeyScope()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import groupby
+from operator import itemgetter
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -32,9 +33,11 @@ class EventLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             blocks since; ``beat`` if nothing happens for a while; ``cut`` if the listener has fallen behind:
             it is the last line, and whoever reads it begins anew.
         seq: Number of the last event that is told by this line or before: that of the line before plus its
-            own keys.
+            own keys, from 0 in ``begin``; blocks of the snapshot are no events.
         epoch: In ``begin``: another one means that the daemon was started anew.
         tenant: In ``begin``.
+        tiers: In ``begin``: those of which is told.
+        tier: In which the blocks are, came or went.
         namespace: Of the keys, 64 hexadecimal digits.
         keys: 64 hexadecimal digits each.
     """
@@ -43,6 +46,8 @@ class EventLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seq: int
     epoch: str = ""
     tenant: str = ""
+    tiers: tuple[str, ...] = ()
+    tier: str = ""
     namespace: str = ""
     keys: tuple[str, ...] = ()
 
@@ -52,8 +57,7 @@ class Snapshot(NamedTuple):
 
     epoch: object
     tenant: str
-    seq: int
-    present: dict[bytes, list[BlockKey]]
+    present: dict[str, dict[bytes, list[BlockKey]]]
 
 
 class EventStreams:
@@ -97,7 +101,7 @@ class EventStreams:
         self, feed: BlockFeed, snapshot: Snapshot, may_go_on: Callable[[], bool] = lambda: True
     ) -> AsyncIterator[bytes]:
         """The stream, in pieces of whole lines, as long as its listener may have it."""
-        seq, quiet = snapshot.seq, 0.0
+        seq, quiet = 0, 0.0
         for line in _snapshot_lines(snapshot):
             yield _encoded(line)
         while not self._closed and may_go_on():
@@ -107,8 +111,8 @@ class EventStreams:
                 yield _encoded(EventLine(kind="cut", seq=seq))
                 return
             if events:
-                seq, quiet = events[-1].seq, 0.0
-                yield b"".join(map(_encoded, _event_lines(events)))
+                yield b"".join(map(_encoded, _event_lines(events, seq)))
+                seq, quiet = seq + len(events), 0.0
                 continue
             await asyncio.sleep(_PAUSE_S)
             quiet += _PAUSE_S
@@ -141,21 +145,19 @@ def _encoded(line: EventLine) -> bytes:
 
 
 def _snapshot_lines(snapshot: Snapshot) -> Iterator[EventLine]:
-    seq = snapshot.seq
-    yield EventLine(kind="begin", seq=seq, epoch=str(snapshot.epoch), tenant=snapshot.tenant)
-    for namespace_id, keys in snapshot.present.items():
-        for start in range(0, len(keys), _MOST_IN_LINE):
-            part = tuple(key.hex() for key in keys[start : start + _MOST_IN_LINE])
-            yield EventLine(kind="present", seq=seq, namespace=namespace_id.hex(), keys=part)
-    yield EventLine(kind="end", seq=seq)
+    tiers = tuple(snapshot.present)
+    yield EventLine(kind="begin", seq=0, epoch=str(snapshot.epoch), tenant=snapshot.tenant, tiers=tiers)
+    for tier, spaces in snapshot.present.items():
+        for namespace_id, keys in spaces.items():
+            for start in range(0, len(keys), _MOST_IN_LINE):
+                part = tuple(key.hex() for key in keys[start : start + _MOST_IN_LINE])
+                yield EventLine(kind="present", seq=0, tier=tier, namespace=namespace_id.hex(), keys=part)
+    yield EventLine(kind="end", seq=0)
 
 
-def _event_lines(events: list[BlockEvent]) -> Iterator[EventLine]:
-    for (stored, namespace_id), group in groupby(events, lambda event: (event.stored, event.namespace_id)):
-        found = list(group)
-        yield EventLine(
-            kind="stored" if stored else "removed",
-            seq=found[-1].seq,
-            namespace=namespace_id.hex(),
-            keys=tuple(event.key.hex() for event in found),
-        )
+def _event_lines(events: list[BlockEvent], seq: int) -> Iterator[EventLine]:
+    for (stored, tier, namespace_id), group in groupby(events, itemgetter(0, 1, 2)):
+        keys = tuple(event.key.hex() for event in group)
+        seq += len(keys)
+        kind: Literal["stored", "removed"] = "stored" if stored else "removed"
+        yield EventLine(kind=kind, seq=seq, tier=tier, namespace=namespace_id.hex(), keys=keys)

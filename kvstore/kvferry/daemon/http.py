@@ -265,9 +265,12 @@ class DaemonHttp:
         store = self._daemon.stores.get(tenant)
         if store is None or not caller.may_touch(tenant):
             raise RequestError(f"there is no tenant {tenant[:120]!r}")
+        tiers = frozenset(request.query_params.getlist("tier"))
+        if unknown := tiers.difference(names := ["dram", *(level.name for level in store.levels)]):
+            raise RequestError(f"there is no tier {min(unknown)[:120]!r}; there are: {', '.join(names)}")
         feed = self._streams.open()
         try:
-            seq, present = await self._in_thread(lambda: store.listen(feed))
+            present = await self._in_thread(lambda: store.listen(feed, tiers))
         except BaseException:
             self._streams.end(feed)
             raise
@@ -278,7 +281,7 @@ class DaemonHttp:
             shown = caller_of(header, self._token, self._daemon.tenants)
             return shown == caller and self._daemon.stores.get(tenant) is store
 
-        return self._streams.response(feed, Snapshot(store.arena.epoch, tenant, seq, present), may_go_on)
+        return self._streams.response(feed, Snapshot(store.arena.epoch, tenant, present), may_go_on)
 
     def _admin(self, verb: str) -> Endpoint:
         async def answer(request: Request) -> Response:

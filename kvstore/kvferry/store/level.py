@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvferry.core.block_events import BlockFeed
 from kvferry.core.errors import ConfigError, KVFerryError, TierError
 from kvferry.core.interrupts import from_signal_handler
 from kvferry.core.keys import BlockKey
@@ -38,7 +39,7 @@ from kvferry.store.tier import (
     WriteResult,
 )
 
-__all__ = ["Level", "LevelOptions", "with_options"]
+__all__ = ["Level", "LevelOptions", "end_levels", "with_options"]
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE_S = 0.5  # a tier that was given less time than this and was late is not to blame
@@ -348,6 +349,10 @@ class Level:
 
         return self._contained("scan", scan)
 
+    def listen(self, tenant: str, feed: BlockFeed) -> dict[bytes, list[BlockKey]] | None:
+        """See :meth:`Tier.listen`."""
+        return self._contained("listen", self.tier.listen, tenant, feed)
+
     def found_namespaces(self) -> list[TierNamespace]:
         """See :meth:`Tier.found_namespaces`."""
         return self._contained("found_namespaces", self.tier.found_namespaces) or []
@@ -426,6 +431,31 @@ class Level:
         if failures and time.monotonic() >= deadline and deadline - started < _PATIENCE_S:
             failures = 0
         breaker.leave(failures=failures, successes=works, reason=reason)
+
+
+def end_levels(levels: Sequence[Level], deadline: float, last: float) -> None:
+    """Flush and close all tiers side by side: one that hangs must not keep the others.
+
+    Args:
+        levels: The tiers.
+        deadline: By when they are to be flushed.
+        last: Until when they are waited for.
+    """
+
+    def end(level: Level) -> None:
+        level.flush(deadline)
+        level.close()  # what still runs in it fails now
+
+    threads = [
+        threading.Thread(target=end, args=(level,), name=f"kvferry-close-{level.name}", daemon=True)
+        for level in levels
+    ]
+    for thread in threads:
+        thread.start()
+    for thread, level in zip(threads, levels, strict=True):
+        thread.join(max(0.0, last - time.monotonic()))
+        if thread.is_alive():
+            _LOG.warning("tier %s does not close; it is left to end by itself", level.name)
 
 
 def _checked(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, NamedTuple
 
+from kvferry.core.block_events import BlockFeed
 from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
 from kvferry.core.tier_plugins import TierOption
@@ -346,6 +347,17 @@ class Tier(ABC):
 
         Asked of tiers that tenants share out, which are the disks. One that cannot leaves it as it is.
         """
+
+    def listen(self, tenant: str, feed: BlockFeed) -> dict[bytes, list[BlockKey]] | None:
+        """Tell ``feed`` of every block of ``tenant`` that comes or goes, until it is over.
+
+        By a :class:`~kvferry.core.block_events.BlockJournal` under the lock of the tier's own index.
+
+        Returns:
+            What is held at the moment from which on it is told, by namespace; ``None``: the tier cannot tell.
+        """
+        del tenant, feed
+        return None
 
     def found_namespaces(self) -> list[TierNamespace]:
         """Namespaces of which it holds blocks from before, and of which :meth:`open` has not told it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.store.background import Workers
 from kvferry.store.down import WayDown
 from kvferry.store.fetch import Fetcher
-from kvferry.store.level import Level, LevelOptions, with_options
+from kvferry.store.level import Level, LevelOptions, end_levels, with_options
 from kvferry.store.options import StoreOptions
 from kvferry.store.room import RoomKeeper, evict_some
 from kvferry.store.spaces import Spaces
@@ -179,31 +178,13 @@ class TieredStore(MemoryStore):
                 )  # fmt: skip
             self._down.stop()
         last = max(deadline, time.monotonic() + _CLOSE_LAST_S)
-        self._end_levels(deadline, last)
+        end_levels(self.levels, deadline, last)
         if self._room is not None:
             self._room.close(last)
         if self._workers is not None and not self._workers.close(last):
             _LOG.warning("a prefetch hangs in a tier; its thread is left")
         self._down.join(last)
         super().close()
-
-    def _end_levels(self, deadline: float, last: float) -> None:
-        """Flush and close all tiers side by side: one that hangs must not keep the others."""
-
-        def end(level: Level) -> None:
-            level.flush(deadline)
-            level.close()  # what still runs in it fails now
-
-        threads = [
-            threading.Thread(target=end, args=(level,), name=f"kvferry-close-{level.name}", daemon=True)
-            for level in self.levels
-        ]
-        for thread in threads:
-            thread.start()
-        for thread, level in zip(threads, self.levels, strict=True):
-            thread.join(max(0.0, last - time.monotonic()))
-            if thread.is_alive():
-                _LOG.warning("tier %s does not close; it is left to end by itself", level.name)
 
     # ---- for operators -------------------------------------------------------------------------
 
@@ -234,17 +215,23 @@ class TieredStore(MemoryStore):
                 keys.update(dict.fromkeys(level.keys(space) or ()))
         return list(keys)
 
-    def listen(self, feed: BlockFeed) -> tuple[int, dict[bytes, list[BlockKey]]]:
-        """Tell ``feed`` of all blocks that come into memory or go from it, until it is over.
+    def listen(self, feed: BlockFeed, tiers: Collection[str] = ()) -> dict[str, dict[bytes, list[BlockKey]]]:
+        """Tell ``feed`` of all blocks that come into ``tiers`` (all, if not given) or go, until it is over.
 
         Returns:
-            The number of the last event before, and the blocks in memory at that moment, by namespace.
+            For each tier that can tell what it held at the moment from which on it does, by namespace.
         """
+        present: dict[str, dict[bytes, list[BlockKey]]] = {}
         with self._lock:
             self._require_open()
-            self._pool.journal.attach(feed)
-            present = {ns: list(index.entries) for ns, index in self._pool.indexes.items()}
-            return self._pool.journal.seq, present
+            if not tiers or DRAM in tiers:
+                self._pool.journal.attach(feed)
+                present[DRAM] = {ns: list(index.entries) for ns, index in self._pool.indexes.items()}
+        for level in self.levels:
+            found = level.listen(self.tenant, feed) if not tiers or level.name in tiers else None
+            if found is not None:
+                present[level.name] = found
+        return present
 
     def evict(self, nbytes: int) -> tuple[int, int]:
         """Evict from memory what would go first, until ``nbytes`` are free or on their way to slower tiers.

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from kvferry.core.block_events import BlockFeed, BlockJournal
 from kvferry.core.eviction import Entry, EvictionPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
@@ -38,9 +39,10 @@ class DiskIndex:
     Args:
         capacity_nbytes: The cap. ``used_nbytes`` never exceeds it through what is done here.
         policy: Decides what is evicted.
+        tier: Whose it is, in events.
     """
 
-    def __init__(self, capacity_nbytes: int, policy: EvictionPolicy) -> None:
+    def __init__(self, capacity_nbytes: int, policy: EvictionPolicy, tier: str = "disk") -> None:
         self.lock = threading.Lock()
         self.capacity_nbytes = capacity_nbytes
         self.used_nbytes = 0
@@ -56,6 +58,8 @@ class DiskIndex:
         self._clearing: dict[_Name, threading.Event | None] = {}
         self._unwanted: set[_Name] = set()  # removed while they were evicted
         self._removals = Removals()
+        self._journal = BlockJournal(tier)
+        self._told_of = ""  # whose blocks it is about
         self._numbers: dict[int, int] = {}  # one int object for equal sizes and positions
         self._encodings: dict[Encoding, Encoding] = {}  # and one for equal encodings
 
@@ -74,6 +78,18 @@ class DiskIndex:
         """All of them."""
         with self.lock:
             return list(self._namespaces.values())
+
+    def listen(self, tenant: str, feed: BlockFeed) -> dict[bytes, list[BlockKey]]:
+        """Tell ``feed`` of what comes and goes of one tenant, from the state that is returned on."""
+        with self.lock:
+            self._told_of = tenant
+            self._journal.attach(feed)
+            own = [home for home in self._namespaces.values() if home.tenant == tenant and home.entries]
+            return {home.namespace_id: list(home.entries) for home in own}
+
+    def _note(self, stored: bool, entry: DiskEntry) -> None:
+        if entry.index.tenant == self._told_of:
+            self._journal.note(stored, entry.index.namespace_id, entry.key)
 
     # -- entries ---------------------------------------------------------------------------------------
 
@@ -417,6 +433,8 @@ class DiskIndex:
         entry.index.add(entry)
         self.entry_count += 1
         self._policy.inserted(entry)
+        if self._journal.feeds:
+            self._note(True, entry)
 
     def _resist(self, entry: DiskEntry) -> None:
         if entry.root in self._removals.absent:  # it went down meanwhile
@@ -444,6 +462,8 @@ class DiskIndex:
         self._policy.removed(entry)
         if tail is not None:
             self._policy.released(tail)
+        if self._journal.feeds:
+            self._note(False, entry)
 
     def _shared(self, nbytes: int) -> int:
         if len(self._numbers) > 4096:

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from itertools import chain
 from operator import itemgetter
 
+from kvferry.core.block_events import BlockFeed
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
@@ -111,7 +112,7 @@ class DiskTier(Tier):
         self.codec.announce(name)
         if policy is None:
             policy = LRUPolicy if options.eviction == "lru" else eviction_policy(options.eviction)
-        index = DiskIndex(options.capacity_nbytes, policy(options.capacity_nbytes))
+        index = DiskIndex(options.capacity_nbytes, policy(options.capacity_nbytes), name)
         roots = [
             Root(number, path, self.files, problems, lambda n: index.release(-n), options)
             for number, path in enumerate(options.directories)
@@ -389,6 +390,10 @@ class DiskTier(Tier):
                 entry.verified,
                 *(("", False) if how is None else (how.codec, how.lossy)),
             )
+
+    def listen(self, tenant: str, feed: BlockFeed) -> dict[bytes, list[BlockKey]] | None:
+        """See :class:`~kvferry.store.tier.Tier`."""
+        return self._state.index.listen(tenant, feed)
 
     def found_namespaces(self) -> list[TierNamespace]:
         """See :class:`~kvferry.store.tier.Tier`. Those of which a header can be read."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
+
+from kvferry.core.block_events import BlockFeed, BlockJournal
+from kvferry.core.keys import BlockKey
 
 __all__ = ["NAME_NBYTES", "Held", "RemoteIndex"]
 
@@ -37,14 +40,37 @@ class RemoteIndex:
 
     Args:
         capacity_nbytes: The bound; 0: none.
+        tier: Whose it is, in events.
     """
 
-    def __init__(self, capacity_nbytes: int) -> None:
+    def __init__(self, capacity_nbytes: int, tier: str = "remote") -> None:
         self.capacity_nbytes = capacity_nbytes
         self._lock = threading.Lock()
         self._held: OrderedDict[str, Held] = OrderedDict()
         self._used = 0
         self.evicted = 0
+        self._journal = BlockJournal(tier)
+        self._parse: Callable[[str], tuple[bytes, BlockKey] | None] = lambda _name: None
+
+    def listen(
+        self, feed: BlockFeed, parse: Callable[[str], tuple[bytes, BlockKey] | None]
+    ) -> dict[bytes, list[BlockKey]]:
+        """Tell ``feed`` of what comes and goes, from the state that is returned on.
+
+        ``parse`` gives namespace and key of a name that the listener may hear of, the same for all of them.
+        """
+        present: dict[bytes, list[BlockKey]] = {}
+        with self._lock:
+            self._parse = parse
+            self._journal.attach(feed)
+            names = list(self._held)
+        for found in filter(None, map(parse, names)):
+            present.setdefault(found[0], []).append(found[1])
+        return present
+
+    def _note(self, stored: bool, name: str) -> None:
+        if self._journal.feeds and (found := self._parse(name)) is not None:
+            self._journal.note(stored, *found)
 
     def reserve(self, nbytes: int) -> list[Held] | None:
         """Take room; the caller removes the blocks returned, which had it. ``None``: there is none."""
@@ -59,6 +85,7 @@ class RemoteIndex:
                 _, held = self._held.popitem(last=False)
                 self._used -= held.nbytes
                 victims.append(held)
+                self._note(False, held.name)
             self._used += nbytes
             self.evicted += len(victims)
             return victims
@@ -99,6 +126,8 @@ class RemoteIndex:
         old = self._held.pop(held.name, None)
         self._used += held.nbytes - (0 if old is None else old.nbytes)
         self._held[held.name] = held
+        if old is None:
+            self._note(True, held.name)
 
     def used(self, names: Sequence[str]) -> None:
         """They were read."""
@@ -113,6 +142,7 @@ class RemoteIndex:
             held = self._held.pop(name, None)
             if held is not None:
                 self._used -= held.nbytes
+                self._note(False, name)
             return held
 
     def nbytes_of(self, name: str) -> int:
@@ -135,6 +165,7 @@ class RemoteIndex:
                 _, held = self._held.popitem(last=False)
                 self._used -= held.nbytes
                 victims.append(held)
+                self._note(False, held.name)
             self.evicted += len(victims)
             return victims
 

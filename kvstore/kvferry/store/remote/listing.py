@@ -9,13 +9,14 @@ from typing import Final
 
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import KVFerryError, TierError
+from kvferry.core.keys import BlockKey
 from kvferry.store.remote.backend import Backend, Done
 from kvferry.store.remote.index import NAME_NBYTES, Held, RemoteIndex
 from kvferry.store.remote.names import Names
 from kvferry.store.remote.removal import remove_blocks
 from kvferry.store.tier import UNKNOWN_PARENT, TierEntry
 
-__all__ = ["Finder", "entries_of", "known_entries"]
+__all__ = ["Finder", "block_of", "entries_of", "known_entries"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,14 @@ def known_entries(names: Names, tenants: Mapping[str, str], index: RemoteIndex) 
             yield TierEntry(
                 tenant, name.namespace_id, name.key, held.nbytes, UNKNOWN_PARENT, -1, verified=False
             )
+
+
+def block_of(names: Names, tenant: str, name: str) -> tuple[bytes, BlockKey] | None:
+    """Namespace and key of a block by its manifest's name, if that has this tenant's part."""
+    found = names.parse(name)
+    if found is None or found.part or found.tenant != tenant:
+        return None
+    return found.namespace_id, found.key
 
 
 class Finder:

@@ -12,8 +12,10 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
+from kvferry.core.block_events import BlockFeed
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, TierError
 from kvferry.core.keys import BlockKey
@@ -25,7 +27,7 @@ from kvferry.store.problems import Problems
 from kvferry.store.remote.backend import Backend, Done
 from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import Held, RemoteIndex
-from kvferry.store.remote.listing import Finder, entries_of
+from kvferry.store.remote.listing import Finder, block_of, entries_of
 from kvferry.store.remote.names import Names
 from kvferry.store.remote.options import (
     RemoteOptions,
@@ -98,7 +100,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
         self._problems = Problems(name, _log)
         self.backend = self.make_backend(options, self._problems)
         self.codec.announce(name)
-        self._index = RemoteIndex(options.capacity_nbytes)
+        self._index = RemoteIndex(options.capacity_nbytes, name)
         self._unfit = UnfitBlocks[str]()
         self._writer = BlockWriter(self.backend, self._index, options.part_nbytes, self.codec, self._unfit)
         self._homes: dict[TierNamespace, Home] = {}
@@ -225,6 +227,10 @@ class RemoteTier(Tier, Generic[OptionsT]):
         """
         tenants = {self.names.tenant(space.tenant): space.tenant for space in list(self._homes)}
         return entries_of(self.names, self.backend, tenants, self._index)
+
+    def listen(self, tenant: str, feed: BlockFeed) -> dict[bytes, list[BlockKey]]:
+        """See :class:`~kvferry.store.tier.Tier`. Of what this process wrote, or found at the start."""
+        return self._index.listen(feed, partial(block_of, self.names, self.names.tenant(tenant)))
 
     def usage(self) -> TierUsage:
         """See :class:`~kvferry.store.tier.Tier`."""
