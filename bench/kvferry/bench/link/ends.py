@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.bench.link.bare import BareLink, Certificates, Kind
 from kvferry.bench.link.peer import PeerProcess, bare_ports, open_servers
+from kvferry.bench.own_cpu import cpu_pair
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError
@@ -85,17 +85,15 @@ class LinkEnds:
     def of(self, scheme: str, options: str = "", *, pinned: bool = False) -> Ends:
         """The other end for ``scheme``, its address with ``options``.
 
-        With ``pinned`` each end of it, and of the bare socket, has a CPU of its own, if there are two. Else
-        the scheduler may put the ends of one on the same CPU, where a wake-up costs little and nothing
-        overlaps, and those of the other apart, and change that between two rounds.
+        With ``pinned`` each end of it, and of the bare socket, has a CPU of its own, if there are two; see
+        :mod:`kvferry.bench.own_cpu`.
 
         Raises:
             KVFerryError: If a process cannot be started, or the peer not be reached.
         """
         key = (scheme, options, pinned)
         if key not in self._found:
-            cpus = sorted(os.sched_getaffinity(0)) if pinned else []
-            pair = (cpus[0], cpus[1]) if len(cpus) > 1 else (None, None)
+            pair = cpu_pair() if pinned else (None, None)
             self._found[key] = self._remote() if self._address else self._local(scheme, options, pair)
         return self._found[key]
 

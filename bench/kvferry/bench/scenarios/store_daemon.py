@@ -21,6 +21,7 @@ from kvferry.bench.ceilings import MemcpyCold
 from kvferry.bench.link.channel import Link
 from kvferry.bench.link.ends import LinkEnds
 from kvferry.bench.lmcache import LMCacheLink, lmcache_command, lmcache_server
+from kvferry.bench.own_cpu import cpu_pair, on_cpu, staying_on
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
 from kvferry.bench.scenarios.store import StoreOptions
@@ -53,7 +54,9 @@ def _daemon(options: StoreOptions, capacity_nbytes: int) -> Iterator[str]:
             "--set", f"daemon.listen={'tcp://127.0.0.1:0' if tcp else 'none'}", "--set", "log.level=warning",
         ]  # fmt: skip
         command = [sys.executable, "-m", "kvferry.cli", *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        with staying_on(_cpus(options)[1]):
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        with child:
             assert child.stdout is not None
             try:
                 ready = child.stdout.readline()
@@ -62,6 +65,11 @@ def _daemon(options: StoreOptions, capacity_nbytes: int) -> Iterator[str]:
                 yield dict(word.split("=", 1) for word in shlex.split(ready)[1:])["listen"]
             finally:
                 child.terminate()
+
+
+def _cpus(options: StoreOptions) -> tuple[int | None, int | None]:
+    """For this end and the others, if there is a connection to a daemon of our own between them."""
+    return cpu_pair() if options.url == "tcp:auto" else (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +159,8 @@ class _Beside:
         self._stack = stack
         self._ends: LinkEnds | None = None
         command = lmcache_command()
-        self._lmcache = stack.enter_context(lmcache_server(command)) if command else 0
+        with staying_on(_cpus(options)[1]):
+            self._lmcache = stack.enter_context(lmcache_server(command)) if command else 0
 
     def of(
         self, nbytes: int, batch: int, count: int, verb: str, *, touch: bool = True
@@ -164,7 +173,7 @@ class _Beside:
         if self._options.url.startswith("tcp"):
             if self._ends is None:
                 self._ends = self._stack.enter_context(LinkEnds(walk))
-            address = self._ends.of("tcp").address
+            address = self._ends.of("tcp", pinned=self._options.url == "tcp:auto").address
             link = Link(address, nbytes, walk, checksum=self._options.checksum != "off")
             self._stack.callback(link.close)
             found["tcp_bare"] = partial(link.put if verb == "save" else link.get, batch, count)
@@ -182,6 +191,8 @@ class _Beside:
 
 def daemon_params(nbytes: int, batch: int, options: StoreOptions, **more: Param) -> dict[str, Param]:
     """What changes the work."""
+    if _cpus(options)[0] is not None:
+        more["pinned"] = True
     return {
         "url": options.url, "nbytes": nbytes, "batch": batch, "threads": 1, "checksum": options.checksum,
         "walk_nbytes": options.walk_nbytes, "cpus": os.cpu_count() or 1, **more,
@@ -219,8 +230,9 @@ def run_save(options: StoreOptions, progress: Progress) -> Iterator[Result]:
                 with _blocks(client, nbytes, batch, options) as blocks:
                     others = beside.of(nbytes, batch, blocks.calls, "save")
                     samples = run_paired(
-                        {"subject": blocks.save, **others}, runs=options.runs, warmup=options.warmup,
-                        progress=progress, label=f"daemon.save nbytes={nbytes} batch={batch}",
+                        on_cpu(_cpus(options)[0], {"subject": blocks.save, **others}),
+                        runs=options.runs, warmup=options.warmup, progress=progress,
+                        label=f"daemon.save nbytes={nbytes} batch={batch}",
                     )  # fmt: skip
                     verified = blocks.verify()
                 values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
@@ -249,7 +261,7 @@ def _loads(options: StoreOptions, blocks: _Blocks, beside: _Beside, touch: str, 
     if addresses:
         others.pop("lmcache_server", None)  # it has no way to lend memory
     samples = run_paired(
-        {"subject": partial(blocks.load, count, touch=touch == "all"), **others},
+        on_cpu(_cpus(options)[0], {"subject": partial(blocks.load, count, touch=touch == "all"), **others}),
         runs=options.runs, warmup=options.warmup, progress=progress,
         label=f"daemon.load nbytes={nbytes} batch={batch} touch={touch}",
     )  # fmt: skip

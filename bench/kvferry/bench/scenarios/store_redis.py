@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 
 from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
 from kvferry.bench.ceilings import ColdWalk
+from kvferry.bench.own_cpu import cpu_pair, on_cpu, staying_on
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.bench.scenarios.store import StoreOptions
@@ -75,8 +77,10 @@ class _BareSocket:
 class _Place:
     """A server of our own, the tier, the two baselines, and blocks that walk through memory."""
 
-    def __init__(self, server: RedisServer, nbytes: int, batch: int, options: StoreOptions) -> None:
-        self.nbytes, self.batch = nbytes, batch
+    def __init__(
+        self, server: RedisServer, nbytes: int, batch: int, options: StoreOptions, *, pinned: bool
+    ) -> None:
+        self.nbytes, self.batch, self.pinned = nbytes, batch, pinned
         self.calls = max(1, options.walk_nbytes // _RUNS_A_WALK // (nbytes * batch))
         self.count = self.calls * batch
         self.walk = max(self.count, options.walk_nbytes // nbytes)
@@ -212,6 +216,7 @@ class _Place:
             "server": facts.split(",")[0],
             "walk_nbytes": options.walk_nbytes,
             "cpus": os.cpu_count() or 1,
+            "pinned": self.pinned,
         }
 
     def close(self) -> None:
@@ -239,17 +244,22 @@ def run_get(options: StoreOptions, progress: Progress) -> Iterator[Result]:
 
 
 def _run(scenario: str, options: StoreOptions, progress: Progress) -> Iterator[Result]:
-    with RedisServer() as server:
+    here, there = cpu_pair()
+    with contextlib.ExitStack() as stack:
+        with staying_on(there):
+            server = stack.enter_context(RedisServer())
         for nbytes in options.sizes:
             for batch in sorted({1, max(1, min(_BATCH, _BATCH_NBYTES // nbytes))}):
-                place = _Place(server, nbytes, batch, options)
+                place = _Place(server, nbytes, batch, options, pinned=here is not None)
                 try:
-                    yield _measure(scenario, place, options, progress)
+                    yield _measure(scenario, place, options, here, progress)
                 finally:
                     place.close()
 
 
-def _measure(scenario: str, place: _Place, options: StoreOptions, progress: Progress) -> Result:
+def _measure(
+    scenario: str, place: _Place, options: StoreOptions, cpu: int | None, progress: Progress
+) -> Result:
     subjects: dict[str, Callable[[], Sample]]
     if scenario == "redis.set":
         subjects = {"subject": place.tier_set, "raw_set": place.bare_set, "redis_py": place.client_set}
@@ -257,7 +267,7 @@ def _measure(scenario: str, place: _Place, options: StoreOptions, progress: Prog
         place.fill()
         subjects = {"subject": place.tier_get, "raw_get": place.bare_get, "redis_py": place.client_get}
     samples = run_paired(
-        subjects,
+        on_cpu(cpu, subjects),
         runs=options.runs,
         warmup=options.warmup,
         progress=progress,

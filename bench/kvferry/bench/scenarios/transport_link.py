@@ -15,6 +15,7 @@ from kvferry.bench.link.ends import Ends, LinkEnds
 from kvferry.bench.link.memory import parts_at_once
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.link.requests import Operation
+from kvferry.bench.own_cpu import on_cpu
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
 from kvferry.bench.scenarios.transport import TransportOptions
@@ -121,16 +122,7 @@ class _Series:
         other = self.other
         if other.cpu is None or other.bare is None or name not in ("subject", other.bare[0]):
             return run
-        return partial(_on, other.cpu, run)
-
-
-def _on(cpu: int, run: Callable[[], Sample]) -> Sample:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {cpu})
-    try:
-        return run()
-    finally:
-        os.sched_setaffinity(0, before)
+        return on_cpu(other.cpu, {name: run})[name]
 
 
 def run_link(

@@ -31,7 +31,8 @@ from kvferry.store.tier import ReadOutcome
 __all__ = ["Decoding", "Received", "Sink", "receive_block", "receive_part", "send_block", "send_part"]
 
 CHUNK_NBYTES: Final = 256 << 10
-_RUN_NBYTES: Final = 4 << 20  # hashing one costs less than another call to send, and leaves it in the cache
+_RUN_NBYTES: Final = 1 << 20  # sent by one call, and hashed after it
+_LAST_NBYTES: Final = 16 << 10
 _U64: Final = struct.Struct("<Q")
 Pieces: TypeAlias = "Sequence[memoryview | bytes]"
 
@@ -201,22 +202,34 @@ def receive_part(part: Part, into: memoryview, nbytes: int) -> Sink:
 
 def send_block(manifest: bytes, data: memoryview) -> Iterator[Pieces]:
     """A manifest, the data and its checksum."""
-    if len(data) <= _RUN_NBYTES:
-        yield [manifest, data, _U64.pack(xxhash.xxh3_64_intdigest(data))]
-        return
-    first = data[:_RUN_NBYTES]
-    digest = xxhash.xxh3_64(first)
-    yield [manifest, first]
-    for at in range(_RUN_NBYTES, len(data), _RUN_NBYTES):
-        piece = data[at : at + _RUN_NBYTES]
-        digest.update(piece)
-        if at + _RUN_NBYTES < len(data):
-            yield [piece]
+    first: Sequence[memoryview | bytes] = (manifest,)
+    digest = xxhash.xxh3_64()
+    for piece in _sent_one_by_one(data):
+        if first:
+            yield [*first, piece]
+            first = ()
         else:
-            yield [piece, _U64.pack(digest.intdigest())]  # a few bytes on their own would be a packet
+            yield [piece]
+        digest.update(piece)  # what the kernel has just read is in a cache, and the server takes it meanwhile
+    last = data[len(data) - _last_nbytes(data) :]
+    digest.update(last)
+    yield [*first, last, _U64.pack(digest.intdigest())]
 
 
 def send_part(data: memoryview) -> Iterator[Pieces]:
     """The bytes of a part; its checksum is in the manifest."""
-    for at in range(0, len(data), _RUN_NBYTES):
-        yield [data[at : at + _RUN_NBYTES]]
+    for piece in _sent_one_by_one(data):
+        yield [piece]
+    yield [data[len(data) - _last_nbytes(data) :]]
+
+
+def _last_nbytes(data: memoryview) -> int:
+    """What is left for the end: so little that what follows goes with it, and needs no packet of its own."""
+    return min(len(data), _LAST_NBYTES)
+
+
+def _sent_one_by_one(data: memoryview) -> Iterator[memoryview]:
+    """All but the last bytes, in runs."""
+    end = len(data) - _last_nbytes(data)
+    for at in range(0, end, _RUN_NBYTES):
+        yield data[at : min(at + _RUN_NBYTES, end)]

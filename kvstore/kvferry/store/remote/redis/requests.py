@@ -114,16 +114,11 @@ class Write(Request):
 
     def pieces(self) -> Iterator[Pieces]:
         """See :class:`Request`."""
-        source = self._put.source()
-        first = next(source, [])
-        second = next(source, None)
-        if second is None:
-            yield [self._head, *first, self._tail]
-            return
-        yield [self._head, *first]
-        while second is not None:
-            last, second = second, next(source, None)
-            yield [*last, self._tail] if second is None else last
+        head = [self._head]
+        for pieces in self._put.source():  # not one ahead: what comes after a piece is done while it is taken
+            yield [*head, *pieces]
+            head = []
+        yield [*head, self._tail]
 
     def take(self, reader: ReplyReader, deadline: float) -> Answer:
         """See :class:`Request`."""

@@ -6,11 +6,13 @@ socket into the caller's memory, which is what a client library does not offer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from kvferry.core.errors import ProtocolError, TierError
 from kvferry.transports.base import Connection
+from kvferry.transports.spin import Look
 
 __all__ = ["MISSING", "Reply", "ReplyError", "ReplyReader", "command"]
 
@@ -49,13 +51,16 @@ class ReplyReader:
 
     Args:
         connection: Where they come from.
+        spin_s: How long to look for one before sleeping, while they come that fast
+            (:mod:`kvferry.transports.spin`).
 
     Attributes:
         received: Whether anything has come yet.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, spin_s: float = 0.0) -> None:
         self._connection = connection
+        self._look = Look(spin_s)
         self._bytes = bytearray(_BUFFER_NBYTES)
         self._buffer = memoryview(self._bytes)
         self._at = 0  # of what was taken ahead
@@ -141,7 +146,10 @@ class ReplyReader:
         line = b""
         while True:
             if self._at == self._end:
+                start = time.monotonic()
+                looked = self._look.look(self._is_there, start, deadline)
                 taken = self._connection.recv_at_least(self._buffer[:ahead], 1, deadline)
+                self._look.waited(time.monotonic() - start, looked=looked)
                 self._at, self._end, self.received = 0, taken, True
             found = self._bytes.find(b"\n", self._at, self._end)
             end = self._end if found < 0 else found + 1
@@ -154,6 +162,9 @@ class ReplyReader:
         if len(line) < 3 or not line.endswith(b"\r\n"):
             raise ProtocolError(f"a reply begins with {line[:32]!r}; is it a Redis server?", remote=True)
         return line[:1], line[1:-2]
+
+    def _is_there(self) -> bool:
+        return self._connection.wait_readable(0.0)
 
     def _fill(self, views: Sequence[memoryview], deadline: float) -> None:
         left = [view for view in views if len(view)]

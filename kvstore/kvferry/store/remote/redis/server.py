@@ -25,6 +25,7 @@ from kvferry.store.remote.redis.options import RedisOptions
 from kvferry.store.remote.redis.resp import Reply, ReplyError, ReplyReader, command
 from kvferry.transports import connect
 from kvferry.transports.base import Connection
+from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.sockets import SocketConnection
 
 __all__ = ["Lane", "Server", "ServerFacts"]
@@ -66,7 +67,9 @@ class Lane:
 
     def __init__(self, connection: Connection, deadline: float, options: RedisOptions) -> None:
         self.connection = connection
-        self.reader = ReplyReader(connection)
+        # one over TLS looks by itself
+        spin_s = connection.spin_s if isinstance(connection, HashedSocketConnection) else 0.0
+        self.reader = ReplyReader(connection, spin_s)
         self.used = False
         self.facts = self._greet(deadline, options)
 
