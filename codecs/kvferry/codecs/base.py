@@ -18,6 +18,7 @@ from typing import ClassVar, TypeAlias
 
 from kvferry.core.buffers import address_of
 from kvferry.core.errors import CodecError
+from kvferry.core.nearest import shown
 from kvferry.core.spec import LayerSpec, TensorSpec
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "check_apart",
     "check_bytes",
     "check_writable",
+    "checked_nbytes",
     "slice_count",
 ]
 
@@ -193,7 +195,8 @@ def check_bytes(views: Iterable[memoryview], what: str, who: str) -> None:
         if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
             raise CodecError(
                 f"{who}: the {what} is a memoryview of {view.ndim} dimensions of {view.format!r} with "
-                f"strides {view.strides}, must be one of contiguous bytes; .cast('B') makes one"
+                f"strides {view.strides}, must be one of contiguous bytes; "
+                + (".cast('B') makes one" if view.c_contiguous else "copy it first")
             )
 
 
@@ -230,6 +233,20 @@ def check_writable(dst: memoryview, codec_id: str) -> None:
     """
     if dst.readonly:
         raise CodecError(f"codec {codec_id!r}: the output is read-only; give it a writable buffer")
+
+
+def checked_nbytes(found: object, most: int, stage: Stage) -> int:
+    """A size that a stage gave back, if it can be one: with a wrong one stale memory would pass for data.
+
+    Raises:
+        CodecError: If it is no whole number from 0 to ``most``.
+    """
+    if not isinstance(found, int) or not 0 <= found <= most:
+        raise CodecError(
+            f"codec {stage.codec_id!r} gave back {shown(found)} for a size, must be a whole number from 0 to "
+            f"{most}; tell its authors"
+        )
+    return found
 
 
 def slice_count(nbytes: int, layer: LayerSpec, codec_id: str) -> int:

@@ -22,6 +22,7 @@ from kvferry.codecs.base import (
     check_apart,
     check_bytes,
     check_writable,
+    checked_nbytes,
     slice_count,
 )
 from kvferry.codecs.error import SliceError, slice_errors
@@ -51,8 +52,10 @@ __all__ = ["CodecPipeline"]
 
 _CACHED: Final = 64
 _CHECK_EVERY: Final = 16
-_CHECK_AFTER_FAILURE: Final = 64
+_CHECK_AFTER_FAILURE: Final = 1024  # more than a model has layers: the next block has the same one outside
 _CHECKED_TOKENS: Final = 64
+_WORD: Final = (1 << 64) - 1
+_MOST_NBYTES: Final = (1 << 63) - 1
 _scratch: Final = Scratch()
 
 
@@ -68,12 +71,13 @@ class CodecPipeline:
     """Stages in a row, with the verbs of a codec; writes frames. Thread safe.
 
     A slice whose frame would be larger than the slices themselves, or whose lossy values are outside the
-    stated bound, is stored as it is.
+    stated bound, is stored as it is. What stages of others raise goes through; a size that one gives back
+    and that cannot be is a ``CodecError``.
 
     Args:
         stages: In the order of encoding: array stages, at most one codec (``raw`` if none), byte stages.
-        check: How often the bound of a lossy pipeline is checked: ``"sample"`` every 16th call, and each of
-            the 64 calls after one that was outside; ``"always"``, ``"never"``.
+        check: How often the bound of a lossy pipeline is checked: ``"sample"`` the first call and one of each
+            16, and each of the 1024 calls after one that was outside; ``"always"``, ``"never"``.
 
     Raises:
         CodecError: If the stages do not follow each other.
@@ -132,7 +136,16 @@ class CodecPipeline:
         return {"calls": self._calls, "stored_raw": self._stored_raw, "out_of_bound": self._out_of_bound}
 
     def unsupported(self, spec: KVSpec) -> str:
-        """Why it does not apply to blocks of ``spec``, for people; empty if it does."""
+        """Why it does not apply to blocks of ``spec``, for people; empty if it does.
+
+        A stage of others that raises here, or says that it needs impossible sizes, does not apply.
+        """
+        try:
+            return self._unsupported(spec) or self._unsized(spec)
+        except Exception as error:  # noqa: BLE001 - third-party code can raise anything
+            return f"codec {self.text!r} failed: {type(error).__name__}: {str(error)[:200]}"
+
+    def _unsupported(self, spec: KVSpec) -> str:
         typed = [*self.arrays, *([] if isinstance(self.codec, RawCodec) else [self.codec])]
         if spec.layout != "kvferry" and typed:
             return f"layout {spec.layout!r} is opaque, so {typed[0].codec_id!r} cannot know its tensors"
@@ -146,10 +159,13 @@ class CodecPipeline:
                 return f"layer {number}: {reason}"
         return ""
 
+    def _unsized(self, spec: KVSpec) -> str:
+        for layer in set(spec.layers):
+            self.max_encoded_nbytes(layer)
+        return ""
+
     def max_encoded_nbytes(self, layer: LayerSpec, count: int = 1) -> int:
         """What :meth:`encode_into` needs: a header and the larger of the slices and what a stage makes."""
-        if self._alone:
-            return self._header + max(layer.nbytes * count, self.codec.max_encoded_nbytes(layer, count))
         return self._header + max(layer.nbytes * count, self._body_bounds(layer, count)[-1])
 
     def encode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> int:
@@ -339,14 +355,15 @@ class CodecPipeline:
 
     def _body_bounds(self, layer: LayerSpec, count: int) -> list[int]:
         """Largest size after the codec and after each byte stage."""
-        found = [self.codec.max_encoded_nbytes(self._layers(layer)[-1], count)]
+        last = self._layers(layer)[-1] if self.arrays else layer
+        found = [checked_nbytes(self.codec.max_encoded_nbytes(last, count), _MOST_NBYTES, self.codec)]
         for stage in self.bytes:
-            found.append(stage.max_encoded_nbytes(found[-1]))
+            found.append(checked_nbytes(stage.max_encoded_nbytes(found[-1]), _MOST_NBYTES, stage))
         return found
 
     def _encode(self, src: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> int:
         if self._alone:
-            return self.codec.encode_into(src, layer, dst)
+            return checked_nbytes(self.codec.encode_into(src, layer, dst), len(dst), self.codec)
         with _scratch.taken() as buffer:
             return self._encode_through(src, layer, count, dst, buffer)
 
@@ -361,14 +378,15 @@ class CodecPipeline:
             data = out
         bounds = self._body_bounds(layer, count)
         if not self.bytes:
-            return self.codec.encode_into(data, layers[-1], dst)
+            return checked_nbytes(self.codec.encode_into(data, layers[-1], dst), len(dst), self.codec)
         if not isinstance(self.codec, RawCodec):
             out = buffer("bytes0", bounds[0])
-            data = out[: self.codec.encode_into(data, layers[-1], out)]
+            used = self.codec.encode_into(data, layers[-1], out)
+            data = out[: checked_nbytes(used, len(out), self.codec)]
         for index, step in enumerate(self.bytes):
             last = index == len(self.bytes) - 1
             target = dst if last else buffer(f"bytes{1 - index % 2}", bounds[index + 1])
-            data = target[: step.encode_into(data, target)]
+            data = target[: checked_nbytes(step.encode_into(data, target), len(target), step)]
         return len(data)
 
     def _decode(self, body: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> None:
@@ -388,7 +406,8 @@ class CodecPipeline:
         for index in range(len(self.bytes) - 1, -1, -1):
             direct = raw and index == 0 and not self.arrays
             out = dst if direct else buffer(f"bytes{index % 2}", bounds[index])
-            data = out[: self.bytes[index].decode_into(data, out)]
+            used = self.bytes[index].decode_into(data, out)
+            data = out[: checked_nbytes(used, len(out), self.bytes[index])]
             if direct:
                 if len(data) != len(dst):
                     raise CorruptBlockError(f"{len(data)} bytes were decoded, not {len(dst)}")
@@ -406,7 +425,7 @@ class CodecPipeline:
     def _due(self, number: int) -> bool:
         if self._check != "sample":
             return self._check == "always"
-        return number % _CHECK_EVERY == 0 or number < self._suspect_until
+        return number % _CHECK_EVERY == _place(number // _CHECK_EVERY) or number < self._suspect_until
 
     def _out_of(self, src: memoryview, layer: LayerSpec, body: memoryview) -> SliceError | None:
         """The worst tensor outside its bound after decoding again, if any."""
@@ -421,6 +440,12 @@ class CodecPipeline:
                 if not error.bounded <= bound and not any_error:  # also for NaN
                     return error
         return None
+
+
+def _place(group: int) -> int:
+    """Which of each 16 calls is checked, 0 of the first: in no order, since layers come in turn."""
+    mixed = group * 0x9E3779B97F4A7C15 & _WORD
+    return ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _WORD) >> 60
 
 
 def _run(

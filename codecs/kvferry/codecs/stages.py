@@ -22,13 +22,19 @@ def load_stage(stage: StageId) -> Stage:
     Raises:
         CodecError: For parameters that it does not have, whatever a stage of others raises for them.
         UnknownPluginError: For a stage that does not exist; with the nearest name.
-        PluginUnavailableError: If it exists, but something that it needs is missing, or it is no stage.
+        PluginUnavailableError: If it exists, but something that it needs is missing, or it is no stage, or
+            one of another name.
     """
     name, config = stage
     kind = registry.load(name)
     if not isinstance(kind, type) or not issubclass(kind, Stage):
         raise PluginUnavailableError(
             f"{registry.group}: {name!r} is {shown(kind)}, must be a subclass of kvferry.codecs.Stage; "
+            "tell its authors"
+        )
+    if getattr(kind, "codec_id", None) != name:  # frames carry that name, and nobody could decode them
+        raise PluginUnavailableError(
+            f"{registry.group}: {name!r} calls itself {shown(getattr(kind, 'codec_id', None))}; "
             "tell its authors"
         )
     try:

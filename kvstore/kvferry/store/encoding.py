@@ -123,6 +123,7 @@ class TierCodec:
         self._counters: Counter[str] = Counter()
         self._decodes: Counter[str] = Counter()  # measured so far, by pipeline
         self._notes: dict[str, str] = {}
+        self._failures: set[str] = set()
 
     # ---- configuration ------------------------------------------------------------------------------
 
@@ -225,7 +226,13 @@ class TierCodec:
                 return None
             name = RAW
         began = self._clock()
-        found = codec.encode(data, name, deadline)
+        found = self._encoded(codec, data, name, deadline)
+        if found is None:
+            if not lossy:
+                self.count({"codec_kept_blocks": 1})
+                return None
+            name = RAW
+            found = codec.encode(data, name, deadline)
         if self.adaptive and name != RAW:
             self._learn(found, spec, self._clock() - began)
         if len(found.data) > most and not lossy:
@@ -241,6 +248,18 @@ class TierCodec:
             }
         )
         return found._replace(encoding=encoding)
+
+    def _encoded(
+        self, codec: BlockCodec, data: memoryview, name: str, deadline: float
+    ) -> EncodedBlock | None:
+        """``None`` where the pipeline fails: that costs the ratio, not the block."""
+        try:
+            return codec.encode(data, name, deadline)
+        except TierError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a stage of others may raise anything
+            self._failed("encoding", name, error)
+            return None
 
     # ---- the way up ---------------------------------------------------------------------------------
 
@@ -273,6 +292,10 @@ class TierCodec:
             return Decoded(ReadOutcome.MISS, str(error))
         except TierError as error:
             return Decoded(ReadOutcome.FAILED, str(error))
+        except Exception as error:  # noqa: BLE001 - a stage of others may raise anything
+            self._failed("decoding", self.text, error)
+            self.count({"codec_undecodable": 1})
+            return Decoded(ReadOutcome.MISS, f"decoding failed: {type(error).__name__}: {str(error)[:200]}")
         if not self.takes(lossy=lossy):
             return Decoded(ReadOutcome.MISS, LOSSY_REASON, lossy=True)
         return Decoded(ReadOutcome.HIT, lossy=lossy)
@@ -324,6 +347,18 @@ class TierCodec:
             at += aligned(size)
         self._choice.decoded(name, nbytes, self._clock() - began)
 
+    def _failed(self, what: str, name: str, error: Exception) -> None:
+        """Count what a stage raised, and say the first of each kind."""
+        kind = f"{what}, {type(error).__name__}"
+        with self._lock:
+            self._counters["codec_failed"] += 1
+            known = kind in self._failures or len(self._failures) >= _MOST_SPECS
+            self._failures.add(kind)
+        if not known:
+            _log.error(
+                "codec %s: %s failed; blocks are stored as they are or miss", name, what, exc_info=error
+            )
+
     def count(self, numbers: Mapping[str, int]) -> None:
         """Add to counters."""
         with self._lock:
@@ -334,7 +369,8 @@ class TierCodec:
 
         ``codec_encoded_nbytes`` of KV became ``codec_stored_nbytes``; ``codec_kept_blocks`` were stored as
         they are, since encoded they would take as much; ``codec_out_of_bound`` slices were stored as they
-        are for their error. ``codec_auto_NAME``: blocks for which ``auto`` took that pipeline, or ``raw``.
+        are for their error; ``codec_failed`` times a stage raised what it must not. ``codec_auto_NAME``:
+        blocks for which ``auto`` took that pipeline, or ``raw``.
         """
         with self._lock:
             found = {name: float(count) for name, count in self._counters.items()}
@@ -366,7 +402,7 @@ LOSSY_REASON: Final = "it has lost something, and the tier has no allow_lossy, o
 _COUNTERS: Final = (
     "codec_encoded_blocks", "codec_encoded_nbytes", "codec_stored_nbytes", "codec_kept_blocks",
     "codec_lossy_blocks", "codec_out_of_bound", "codec_decoded_blocks", "codec_refused_lossy",
-    "codec_undecodable",
+    "codec_undecodable", "codec_failed",
 )  # fmt: skip
 _ABOUT: Final[dict[str, tuple[str, str]]] = {
     "codec": ("off, auto, or a pipeline such as ebp", "What blocks are encoded by on their way to it."),

@@ -211,6 +211,7 @@ class LinkCodec:
         self.address: Final = address
         self._lock = threading.Lock()
         self._names: tuple[str, ...] | None = None
+        self._failed: set[str] = set()
         self._choice: Choice = FixedChoice(RAW, "no stream has begun")
 
     def agree(self, capabilities: Sequence[str], spec: KVSpec) -> tuple[str, ...]:
@@ -244,6 +245,19 @@ class LinkCodec:
         """What chooses for the streams that were agreed last."""
         with self._lock:
             return self._choice
+
+    def failed(self, name: str, error: Exception) -> None:
+        """The pipeline ``name`` could not encode a piece, which goes as it is; told once."""
+        with self._lock:
+            known = name in self._failed
+            self._failed.add(name)
+        if not known:
+            _log.error(
+                "streams to %s: %s failed; what it cannot encode goes as it is",
+                self.address,
+                name,
+                exc_info=error,
+            )
 
     def status(self) -> ChoiceStatus:
         """What is used, and why."""

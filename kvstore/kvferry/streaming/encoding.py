@@ -72,6 +72,7 @@ class PartEncoder:
         start: Callable[[Callable[[], None]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
+        self._link = link
         self._codec = link.codec
         self._choice: Choice = link.choice
         self._layout = layout
@@ -233,10 +234,11 @@ class PartEncoder:
                 part.codec, 0, part.ready_at, hold=part.hold,
             )  # fmt: skip
             if part.blocks[at] < kept:
-                one.delivery, one.codec = part.delivery, _KEPT
-                self._emit(one)
+                self._keep(one, part.delivery)
             elif not self._encode_call(one, self._layout.tail_layer(part.layer) if tail else layer):
                 return
+            elif one.codec == _KEPT:
+                self._keep(one, part.delivery)
             at, views = stop, views + count
 
     def _stop(self, blocks: tuple[int, ...], at: int, most: int, kept: int) -> int:
@@ -251,18 +253,35 @@ class PartEncoder:
         return stop
 
     def _encode_call(self, part: LayerPart, layer: LayerSpec) -> bool:
-        """Encode one frame as soon as there is room for it; ``False`` after :meth:`stop`."""
+        """Encode one frame as soon as there is room for it; ``False`` after :meth:`stop`.
+
+        Where the codec fails nothing is sent, and the part is marked to go as it is.
+        """
         with self._changed:
             while not self._ended and self._ahead >= _AHEAD:
                 self._work.wait(_TICK_S)
             if self._ended:
                 return False
             self._ahead += 1
+        try:
+            encoded = self._encoded(part, layer)
+        except Exception as error:  # noqa: BLE001 - a stage of others may raise anything: the part goes as it is
+            self._link.failed(part.codec, error)
+            part.codec = _KEPT
+            self._sent(None)
+            return True
+        part.parts, part.hold = [encoded[0][: encoded[1]]], None
+        part.sent = lambda: self._sent(encoded[0])
+        self._emit(part)
+        return True
+
+    def _encoded(self, part: LayerPart, layer: LayerSpec) -> tuple[memoryview, int]:
+        """A buffer with the frame of a part, and how long that is."""
         pipeline = self._codec.pipelines[part.codec]
         count = len(part.blocks)
         part.nbytes = layer.nbytes * count
-        plain = self._codec.take(part.nbytes)
         encoded = self._codec.take(pipeline.max_encoded_nbytes(layer, count))
+        plain = self._codec.take(part.nbytes)
         try:
             started_at = time.thread_time()  # waiting for a core is in the flow, this is what it must take
             _gather(part.parts, plain[: part.nbytes])
@@ -270,13 +289,16 @@ class PartEncoder:
             self._choice.encoded(part.codec, part.nbytes, nbytes, time.thread_time() - started_at)
         finally:
             self._codec.give(plain)
-        part.parts, part.hold = [encoded[:nbytes]], None
-        part.sent = lambda: self._sent(encoded)
-        self._emit(part)
-        return True
+        return encoded, nbytes
 
-    def _sent(self, buffer: memoryview) -> None:
-        self._codec.give(buffer)
+    def _keep(self, part: LayerPart, delivery: Delivery) -> None:
+        """Send a part as it is, amid others that are encoded."""
+        part.delivery, part.codec = delivery, _KEPT
+        self._emit(part)
+
+    def _sent(self, buffer: memoryview | None) -> None:
+        if buffer is not None:
+            self._codec.give(buffer)
         with self._changed:
             self._ahead -= 1
             self._work.notify()

@@ -280,7 +280,7 @@ def test_channels_that_stick_out_do_not_hide_an_error(both_kernels: None, outlie
 
 @pytest.mark.parametrize("check", ["always", "sample", "never"])
 def test_how_often_the_bound_is_checked(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By sampling, until a slice is outside: then each of the next 64 calls."""
+    """By sampling, until a slice is outside: then each of the next 1024 calls."""
     codec = Int8Codec()
     pipeline = CodecPipeline([codec], check=check)
     checked: list[int] = []
@@ -292,14 +292,35 @@ def test_how_often_the_bound_is_checked(check: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(codec, "decode_into", counted)
     data = normal(LAYER, 0)
-    for call in range(200):
-        monkeypatch.setattr(codec, "bound", 1e-6 if call == 32 else None)
+    first = 38  # of the third 16 calls the one that is due
+    monkeypatch.setattr("kvferry.codecs.pipeline._CHECK_AFTER_FAILURE", 64)
+    for call in range(120):
+        monkeypatch.setattr(codec, "bound", 1e-6 if call == first else None)
         encode(pipeline, data)
-    sampled = {*range(0, 200, 16), *range(32, 97)}
-    assert checked == {"always": list(range(200)), "sample": sorted(sampled), "never": []}[check]
+    sampled = [0, 28, *range(first, first + 65), *(n for n in checked if n > first + 64)]
+    assert checked == {"always": list(range(120)), "sample": sampled, "never": []}[check]
+    if check == "sample":  # one of each 16 again
+        assert [n // 16 for n in checked if n > 112] == [7]
     assert pipeline.counts["out_of_bound"] == (check != "never")
     with pytest.raises(CodecError, match="sample, always or never"):
         CodecPipeline([], check="often")
+
+
+@pytest.mark.parametrize("layers", [12, 16, 32, 80])
+def test_no_layer_is_left_out_of_the_checks(layers: int) -> None:
+    """Layers come in turn, so the 16th call would be the same few of them for ever."""
+    fine, outside = normal(LAYER, 0), with_outliers(LAYER, 0)
+    for bad in (1, layers - 1):
+        pipeline = CodecPipeline.parse("int8")
+        memory = memoryview(bytearray(layers * aligned(pipeline.max_encoded_nbytes(LAYER))))
+        slices = [(outside if layer == bad else fine).data for layer in range(layers)]
+        for _ in range(200):
+            pipeline.encode_row(slices, (LAYER,) * layers, memory)
+            if pipeline.counts["out_of_bound"]:
+                break
+        for _ in range(3):  # once it was seen it is seen in each block that follows
+            pipeline.encode_row(slices, (LAYER,) * layers, memory)
+        assert pipeline.counts["out_of_bound"] == 4
 
 
 class Spoiling(Codec):

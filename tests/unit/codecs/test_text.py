@@ -122,12 +122,15 @@ class _Strict(ByteStage):
 def test_what_stages_of_others_raise_is_an_error_of_codecs() -> None:
     registry.register("strict", _Strict)
     registry.register("number", 3)  # type: ignore[arg-type]
+    registry.register("other", _Strict)
     try:
         for text in ("strict", "strict(level=x)"):
             with pytest.raises(CodecError, match="codec 'strict' does not take"):
                 CodecPipeline.parse(text)
         with pytest.raises(PluginUnavailableError, match="'number' is 3, must be a subclass of"):
             CodecPipeline.parse("number")
+        with pytest.raises(PluginUnavailableError, match="'other' calls itself 'strict'; tell its authors"):
+            CodecPipeline.parse("other")
         layer = LayerSpec((TensorSpec("k", (4, 8), DType.BFLOAT16),))
         stages = stage_bytes((("strict", {"level": "x"}),))
         found = header_bytes(stages, layer.nbytes, 1, lossy=False) + b"\0"
@@ -136,3 +139,4 @@ def test_what_stages_of_others_raise_is_an_error_of_codecs() -> None:
     finally:
         registry.unregister("strict")
         registry.unregister("number")
+        registry.unregister("other")

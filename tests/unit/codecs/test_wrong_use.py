@@ -50,6 +50,16 @@ def test_only_flat_memory_is_taken(wrong: Any) -> None:
             call()
 
 
+def test_the_remedy_works() -> None:
+    """Memory with gaps cannot be cast."""
+    for wrong, remedy in (
+        (room(2 * ROOM)[::2], "; copy it first"),
+        (room(ROOM).cast("H"), r"; .cast\('B'\)"),
+    ):
+        with pytest.raises(CodecError, match=remedy):
+            PIPELINE.encode_into(wrong, LAYER, room())
+
+
 def test_other_arguments_that_are_none() -> None:
     with pytest.raises(CodecError, match="the layer is NoneType"):
         PIPELINE.encode_into(room(SIZE), None, room())  # type: ignore[arg-type]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import pytest
 
-from kvferry.codecs import decode_frame, decode_row
+from kvferry.codecs import ByteStage, CodecConfig, decode_frame, decode_row, registry
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, TierError
 from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
@@ -161,6 +161,79 @@ def test_a_codec_that_is_not_installed_is_a_miss() -> None:
     reader = TierCodec(OFF)
     assert decoded(reader, PLAIN, memoryview(found))[0] is ReadOutcome.MISS
     assert reader.counters()["codec_undecodable"] == 1
+
+
+class Faulty(ByteStage):
+    """A stage of others, with one thing wrong."""
+
+    codec_id = "faulty"
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+
+    def config(self) -> CodecConfig:
+        return {"wrong": self.wrong}
+
+    @classmethod
+    def from_config(cls, config: CodecConfig) -> Faulty:
+        return cls(str(config.get("wrong", "")))
+
+    def max_encoded_nbytes(self, nbytes: int) -> int:
+        if self.wrong == "size":
+            raise ValueError("a bug of others")
+        return -1 if self.wrong == "negative size" else nbytes
+
+    def encode_into(self, src: memoryview, dst: memoryview) -> int:
+        if self.wrong == "encode":
+            raise ValueError("a bug of others")
+        half = len(src) // 2
+        dst[:half] = src[:half]
+        return ENCODED.get(self.wrong, half)  # type: ignore[return-value]
+
+    def decode_into(self, src: memoryview, dst: memoryview) -> int:
+        if self.wrong == "decode":
+            raise ValueError("a bug of others")
+        dst[: len(src)] = dst[len(src) : 2 * len(src)] = src
+        return 2 * len(src) if self.wrong != "decodes too much" else 1 << 40
+
+
+ENCODED: Final[dict[str, object]] = {"too much": 1 << 40, "too little": -5, "nothing": None}
+TWICE: Final = spec_of(*(LayerSpec((TensorSpec("k", (16, 64), DType.BFLOAT16),)),) * 3)
+
+
+@pytest.fixture
+def faulty() -> Iterator[None]:
+    registry.register("faulty", Faulty)
+    yield
+    registry.unregister("faulty")
+
+
+@pytest.mark.parametrize("wrong", ["size", "negative size", "encode", *ENCODED])
+def test_a_codec_that_cannot_encode_costs_the_ratio_and_not_the_block(
+    faulty: None, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    data = memoryview(bytes(range(256)) * (TWICE.block_nbytes // 256))
+    codec = TierCodec(f"faulty(wrong={wrong})", allow_lossy=True)
+    for _ in range(3):
+        assert codec.encode(data, TWICE) is None
+    assert codec.counters()["codec_kept_blocks"] == 3
+    assert codec.counters()["codec_failed"] == (0 if "size" in wrong else 3)
+    assert len(caplog.records) == 1
+    again = codec.encode(data, TWICE, lossy=True)  # which is to say so, and is encoded as it is
+    assert again is not None
+    assert decoded(codec, TWICE, again.data) == (ReadOutcome.HIT, bytes(data), False)
+    assert again.encoding.lossy
+
+
+@pytest.mark.parametrize("wrong", ["decode", "decodes too much"])
+def test_a_codec_that_cannot_decode_costs_a_miss(faulty: None, wrong: str) -> None:
+    half = bytes(range(256)) * (TWICE.layers[0].nbytes // 512)
+    data = memoryview(half * 6)
+    fine, codec = TierCodec("faulty"), TierCodec(f"faulty(wrong={wrong})")
+    assert decoded(fine, TWICE, encoded(fine, TWICE, data).data) == (ReadOutcome.HIT, bytes(data), False)
+    for count in (1, 2):
+        assert decoded(codec, TWICE, encoded(codec, TWICE, data).data)[0] is ReadOutcome.MISS
+        assert codec.counters()["codec_undecodable"] == count
 
 
 def test_deadlines_are_kept_between_slices() -> None:

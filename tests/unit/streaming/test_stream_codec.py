@@ -271,16 +271,50 @@ def test_the_model_never_waits_and_encoding_goes_ahead_of_the_link_by_some_frame
         receiver.close()
 
 
-@pytest.mark.parametrize("where", ["encode", "decode"])
-def test_an_error_of_a_codec_ends_the_stream_at_both_ends(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, handoff: Callable[[int], Handoff], where: str
+@pytest.mark.parametrize("error", [CodecError("broken for the test"), ValueError("a bug of others")])
+@pytest.mark.parametrize("text", ["ebp", "int8"])
+def test_what_a_codec_cannot_encode_goes_as_it_is(
+    store: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    handoff: Callable[[int], Handoff],
+    text: str,
+    error: Exception,
+) -> None:
+    kv = PromptKV(SPEC, 16 * 40 + 3, normal=True)
+    monkeypatch.setattr(encoding_module, "_CALL_NBYTES", 8 * SPEC.layers[0].nbytes)
+
+    def fail(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(CodecPipeline, "encode_into", fail)
+    with _end(store, SPEC, StreamCodec(allow_lossy=True)) as end:
+        _send(end, kv, StreamCodec(text), handoff, _equal(kv))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"streams to {end.address}: {text} failed; what it cannot encode goes as it is"
+    ]
+
+
+def test_a_codec_that_raises_for_a_model_is_not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise ValueError("a bug of others")
+
+    link = StreamCodec("ebp").link("x")
+    assert link is not None
+    monkeypatch.setattr(link.codec.pipelines["ebp"].codec, "unsupported", fail)
+    assert link.agree(codec_capabilities(), SPEC) == ()
+    assert "ebp is not used: codec 'ebp' failed: ValueError: a bug of others" in link.status().line()
+
+
+def test_an_error_in_decoding_ends_the_stream_at_both_ends(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, handoff: Callable[[int], Handoff]
 ) -> None:
     kv = PromptKV(SPEC, 16 * 6, normal=True)
 
     def fail(*_: object) -> int:
         raise CodecError("broken for the test")
 
-    monkeypatch.setattr(CodecPipeline, "encode_into" if where == "encode" else "decode_body", fail)
+    monkeypatch.setattr(CodecPipeline, "decode_body", fail)
     with _end(store, SPEC, StreamCodec()) as end:
         sender = LayerSender(end.connect(), SPEC, codec=StreamCodec("ebp").link("x"))
         sender.begin("s", kv.keys, 0, deadline=deadline_in(20))
@@ -290,8 +324,7 @@ def test_an_error_of_a_codec_ends_the_stream_at_both_ends(
             with pytest.raises(KVFerryError):
                 sender.finish(handoff(1), deadline_in(20))
             assert sender.error is not None
-            if where == "decode":
-                assert "broken for the test" in str(sender.error)
+            assert "broken for the test" in str(sender.error)
             end.error(deadline_in(20))
         assert end.namespace.lookup(kv.keys).prefix == 0
 

@@ -118,7 +118,8 @@ def _check_flat(given: torch.Tensor, what: str) -> None:
     if given.dtype != torch.uint8 or given.dim() != 1 or not given.is_contiguous():
         raise CodecError(
             f"{what} {given.dtype} of shape {tuple(given.shape)} with strides {given.stride()}, must be a "
-            "flat, contiguous uint8 tensor; take tensor.view(-1).view(torch.uint8)"
+            f"flat, contiguous uint8 tensor; take tensor{'' if given.is_contiguous() else '.contiguous()'}"
+            ".view(-1).view(torch.uint8)"
         )
 
 
