@@ -17,6 +17,7 @@ from typing import Any, Final
 from kvferry.core.buffers import Buf
 from kvferry.core.errors import KVFerryError
 from kvferry.core.native import native
+from kvferry.transports.base import Connection
 from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.lanes import LaneConnection
 from kvferry.wire.encoding import decode_message, encode_message
@@ -62,8 +63,9 @@ class ShortWay:
         self.looked: Callable[[], int] = functions[5]
 
     @classmethod
-    def of(cls, connection: object, protocol: WireProtocol, place: memoryview) -> ShortWay | None:
+    def of(cls, connection: Connection, protocol: WireProtocol, place: memoryview) -> ShortWay | None:
         """For an open connection; ``None`` where it does more than call its socket, or the library is not."""
+        connection = connection.carrier
         sockets: tuple[object, ...]
         if isinstance(connection, LaneConnection):
             sockets, positions, stripe = connection.bare_lanes, connection.positions, connection.stripe_nbytes

@@ -425,11 +425,14 @@ def connect() -> Iterator[Connect]:
         url = {
             "tcp": "tcp://127.0.0.1:0",
             "lanes": "tcp://127.0.0.1:0?lanes=3",
+            "paced": "tcp://127.0.0.1:0?lanes=3",
+            "auto": "auto://127.0.0.1:0?require=tcp",
             "inproc": f"inproc://wire-test-{next(_numbers)}",
             "unix": f"unix://{folder.name}/s",
         }[kind]
         listener = transports.listen(url)
-        made.append(transports.connect(listener.address, deadline_in(20)))
+        address = listener.address + ("&rate=10GB/s" if kind == "paced" else "")  # the client's end
+        made.append(transports.connect(address, deadline_in(20)))
         made.append(listener.accept(deadline_in(20)))
         listener.close()
         return made[-2], made[-1]

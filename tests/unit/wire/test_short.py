@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,7 +49,7 @@ def the_long_way(channel: Channel) -> Channel:
 
 
 def test_sockets_have_them_and_others_do_not(pair: Any) -> None:
-    for kind in ("tcp", "unix", "lanes"):
+    for kind in ("tcp", "unix", "lanes", "auto"):
         assert all(channel._short is not None for channel in pair(kind))
     assert all(channel._short is None for channel in pair("inproc"))
 
@@ -60,10 +61,11 @@ def test_a_connection_that_was_closed_meanwhile_has_none(two: tuple[Channel, Cha
     assert two[0]._short is None
 
 
-@pytest.mark.parametrize("kind", ["tcp", "lanes"])
+@pytest.mark.parametrize("kind", ["tcp", "lanes", "auto"])
 def test_who_waits_looks_first_where_frames_come_fast(pair: Any, kind: str) -> None:
     client, server = pair(kind)
-    for lane in getattr(server._connection, "bare_lanes", (server._connection,)):
+    connection = server._connection.carrier
+    for lane in getattr(connection, "bare_lanes", (connection,)):
         assert lane.spin_s == 100e-6
         lane.spin_s = 30.0  # so that every wait of a slow machine is short
     server._open()
@@ -244,6 +246,22 @@ def test_a_signal_reaches_its_handler(two: tuple[Channel, Channel], spawn: Any, 
         killed.result(20)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_look_does_not_pass_the_deadline(pair: Any) -> None:
+    client, server = pair("tcp")
+    server._connection.spin_s = 60.0
+    server._open()
+    until = deadline_in(20)
+    while not server._short.looked():
+        client.send(m.LayerAck(), deadline=until)
+        server.receive(until)
+    start = time.monotonic()
+    for seconds in (0.5, 0.01, 0.01):  # fits, and does not fit, what the kernel was told before
+        assert server.receive_idle(deadline_in(seconds)) is None
+    assert time.monotonic() - start < 30
+    client.send(m.LayerAck(), deadline=deadline_in(20))
+    assert server.receive(deadline_in(20)).message == m.LayerAck()
 
 
 def test_a_signal_that_comes_during_a_look_reaches_its_handler(pair: Any, spawn: Any, until: Any) -> None:

@@ -125,6 +125,11 @@ class Connection(ABC):
             _hash_into(digest, piece)
         return digest.intdigest(), int.from_bytes(sent, "little")
 
+    @property
+    def carrier(self) -> Connection:
+        """The connection that moves the bytes: this one, unless it only stands in front of another."""
+        return self
+
     @abstractmethod
     def wait_readable(self, deadline: float) -> bool:
         """Wait until bytes, or the end of the stream, are there; ``False`` at the deadline."""

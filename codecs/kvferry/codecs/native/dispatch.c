@@ -138,11 +138,13 @@ KVC_EXPORT uint64_t kvc_hash_end(const kvc_hash *state) { return hash_end(state,
 KVC_EXPORT size_t kvc_stream_nbytes(void) { return sizeof(kvc_stream); }
 KVC_EXPORT int kvc_stream_send(kvc_stream *stream) {
     hash_begin(&stream->hash);
+    stream->room = UINT64_MAX;
     return stream_send(stream, chosen());
 }
 KVC_EXPORT int kvc_stream_receive(kvc_stream *stream, const uint8_t *start, size_t nbytes) {
     hash_begin(&stream->hash);
     hash_update(&stream->hash, start, nbytes, chosen());
+    stream->room = UINT64_MAX;
     return stream_receive(stream, chosen());
 }
 KVC_EXPORT int kvc_stream_go_on(kvc_stream *stream, int sending) {

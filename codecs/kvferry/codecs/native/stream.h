@@ -14,7 +14,8 @@
 #include "look.h"
 
 enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 30000 };
-enum { STREAM_DONE = 0, STREAM_ENDED = -1, STREAM_STRAY = -2, STREAM_SHORT = -3 }; // else an errno; mirrored in hashed.py
+// Or an errno; mirrored in hashed.py. CROSSED: another socket is due, which never is for who gave all the room there is.
+enum { STREAM_DONE = 0, STREAM_ENDED = -1, STREAM_STRAY = -2, STREAM_SHORT = -3, STREAM_CROSSED = -4 };
 
 // One direction of a connection; mirrored in hashed.py.
 typedef struct {
@@ -29,6 +30,7 @@ typedef struct {
     uint64_t trailer;
     uint64_t plain;            // whether there is no hash and no trailer
     uint64_t first;            // so many bytes are sent by a call of their own before the others; 0: none
+    uint64_t room;             // so many bytes, trailer included, go over this socket before another one is due
     kvc_hash hash;
 } kvc_stream;
 
@@ -68,9 +70,15 @@ static int stream_late(const kvc_stream *s) {
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9 > s->until;
 }
 
-static void stream_add_trailer(kvc_stream *s, struct iovec *window, int *number) {
+static uint64_t stream_least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+// The trailer behind the last `nbytes` of the parts, as far as there is room; how many bytes of it.
+static uint64_t stream_add_trailer(kvc_stream *s, struct iovec *window, int *number, uint64_t nbytes) {
+    const uint64_t take = stream_least(sizeof s->trailer - s->trailer_done, s->room - nbytes);
     window[*number].iov_base = (uint8_t *)&s->trailer + s->trailer_done;
-    window[(*number)++].iov_len = sizeof s->trailer - s->trailer_done;
+    window[*number].iov_len = take;
+    *number += take > 0;
+    return take;
 }
 
 // As recvmsg, which waits; but in the midst of a message it looks again for some microseconds first, while others may
@@ -94,8 +102,9 @@ static int stream_plain(kvc_stream *s, int sending, const kvc_kernels *k) {
     while (s->left) {
         struct msghdr message = {.msg_iov = window};
         int number = 0;
+        if (!s->room) return STREAM_CROSSED;
         if (stream_late(s)) return STREAM_SHORT;
-        const uint64_t wanted = stream_window(s, window, &number, s->first ? s->first : s->left);
+        const uint64_t wanted = stream_window(s, window, &number, stream_least(s->first ? s->first : s->left, s->room));
         s->first = 0;
         message.msg_iovlen = (size_t)number;
         int waited = 1;
@@ -104,6 +113,7 @@ static int stream_plain(kvc_stream *s, int sending, const kvc_kernels *k) {
         if (!sending && message.msg_flags & MSG_CTRUNC) return STREAM_STRAY;
         if (!sending && moved == 0) return STREAM_ENDED;
         stream_advance(s, (uint64_t)moved, 0, k);
+        s->room -= (uint64_t)moved;
         if (waited && (uint64_t)moved < wanted) return STREAM_SHORT;
     }
     return STREAM_DONE;
@@ -116,30 +126,28 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
     if (s->plain) return stream_plain(s, 1, k);
     while (s->left || s->trailer_done < sizeof s->trailer) {
         int number = 0;
+        if (!s->room) return STREAM_CROSSED;
         if (stream_late(s)) return STREAM_SHORT;
         // the last bytes are hashed first, so that the hash leaves with them
         uint64_t most = s->left <= STREAM_LAST || s->sealed ? s->left : s->left - STREAM_LAST;
         if (most > STREAM_SEND_WINDOW) most = STREAM_SEND_WINDOW;
         if (s->first && s->first < most) most = s->first;
         s->first = 0;
-        const uint64_t nbytes = stream_window(s, window, &number, most);
+        const uint64_t nbytes = stream_window(s, window, &number, stream_least(most, s->room));
         const int last = nbytes == s->left;
         if (last && !s->sealed) {
             for (int i = 0; i < number; i++) hash_update(&s->hash, window[i].iov_base, window[i].iov_len, k);
             s->trailer = hash_end(&s->hash, k);
             s->sealed = 1;
         }
-        uint64_t wanted = nbytes;
-        if (last) {
-            stream_add_trailer(s, window, &number);
-            wanted += sizeof s->trailer - s->trailer_done;
-        }
+        const uint64_t wanted = nbytes + (last ? stream_add_trailer(s, window, &number, nbytes) : 0);
         message.msg_iovlen = (size_t)number;
         const ssize_t sent = sendmsg(s->fd, &message, s->flags);
         if (sent < 0) return errno;
         const uint64_t moved = (uint64_t)sent < nbytes ? (uint64_t)sent : nbytes;
         stream_advance(s, moved, !s->sealed, k);
         s->trailer_done += (uint32_t)((uint64_t)sent - moved);
+        s->room -= (uint64_t)sent;
         if ((uint64_t)sent < wanted) return STREAM_SHORT;
     }
     return STREAM_DONE;
@@ -152,13 +160,10 @@ static int stream_receive(kvc_stream *s, const kvc_kernels *k) {
     while (s->left || s->trailer_done < sizeof s->trailer) {
         struct msghdr message = {.msg_iov = window};
         int number = 0;
+        if (!s->room) return STREAM_CROSSED;
         if (stream_late(s)) return STREAM_SHORT;
-        const uint64_t nbytes = stream_window(s, window, &number, STREAM_RECV_WINDOW);
-        uint64_t wanted = nbytes;
-        if (nbytes == s->left) {
-            stream_add_trailer(s, window, &number);
-            wanted += sizeof s->trailer - s->trailer_done;
-        }
+        const uint64_t nbytes = stream_window(s, window, &number, stream_least(STREAM_RECV_WINDOW, s->room));
+        const uint64_t wanted = nbytes + (nbytes == s->left ? stream_add_trailer(s, window, &number, nbytes) : 0);
         message.msg_iovlen = (size_t)number;
         int waited;
         const ssize_t got = stream_take(s, &message, &waited);
@@ -166,6 +171,7 @@ static int stream_receive(kvc_stream *s, const kvc_kernels *k) {
         const uint64_t moved = (uint64_t)got < nbytes ? (uint64_t)got : nbytes;
         stream_advance(s, moved, 1, k);
         s->trailer_done += (uint32_t)((uint64_t)got - moved);
+        s->room -= (uint64_t)got;
         if (message.msg_flags & MSG_CTRUNC) return STREAM_STRAY; // descriptors where none are due
         if (got == 0) return STREAM_ENDED;
         if (waited && (uint64_t)got < wanted) return STREAM_SHORT;

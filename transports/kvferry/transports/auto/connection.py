@@ -51,6 +51,19 @@ class AutoConnection(Connection):
         """See :meth:`Connection.recv_at_least`."""
         return self._inner.recv_at_least(view, minimum, deadline)
 
+    def send_hashed(self, head: bytes, views: Sequence[memoryview], deadline: float) -> None:
+        """See :meth:`Connection.send_hashed`."""
+        self._inner.send_hashed(head, views, deadline)
+
+    def recv_hashed(self, start: bytes, views: Sequence[memoryview], deadline: float) -> tuple[int, int]:
+        """See :meth:`Connection.recv_hashed`."""
+        return self._inner.recv_hashed(start, views, deadline)
+
+    @property
+    def carrier(self) -> Connection:
+        """See :meth:`Connection.carrier`."""
+        return self._inner.carrier
+
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
         return self._inner.wait_readable(deadline)

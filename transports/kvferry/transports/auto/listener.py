@@ -23,8 +23,10 @@ from kvferry.transports.auto.port import Arrival, Port
 from kvferry.transports.auto.side import SideListener, Tickets
 from kvferry.transports.base import Connection, Listener
 from kvferry.transports.choices import Choice, announced_regions
+from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.lanes import LaneConnection
 from kvferry.transports.sockets import SocketConnection
+from kvferry.transports.spin import DEFAULT_SPIN_S
 
 __all__ = ["AutoListener"]
 
@@ -155,8 +157,12 @@ class AutoListener(Listener):
                 ip.tune(sock)
                 peer = ip.url_of("tcp", sockaddr)
                 made.append(
-                    SocketConnection(
-                        sock, local_address=self._address, peer_address=peer, rate=rate if alone else None
+                    HashedSocketConnection(
+                        sock,
+                        local_address=self._address,
+                        peer_address=peer,
+                        rate=rate if alone else None,
+                        spin_s=DEFAULT_SPIN_S,
                     )
                 )
         except OSError as error:  # gone meanwhile

@@ -43,7 +43,9 @@ from kvferry.transports.choices import (
     announced_regions,
     record_choice,
 )
+from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.sockets import SocketConnection
+from kvferry.transports.spin import DEFAULT_SPIN_S
 
 __all__ = ["AutoTransport"]
 
@@ -215,7 +217,9 @@ def _dial(parsed: Address, options: AutoOptions, deadline: float) -> SocketConne
     try:
         local = ip.url_of("tcp", sock.getsockname())
         limit = parse_rate(options.rate) if options.rate is not None else None
-        return SocketConnection(sock, local_address=local, peer_address=parsed.url, rate=limit)
+        return HashedSocketConnection(
+            sock, local_address=local, peer_address=parsed.url, rate=limit, spin_s=DEFAULT_SPIN_S
+        )
     except BaseException:
         sock.close()
         raise
