@@ -25,7 +25,7 @@ from kvferry.codecs.base import (
     checked_nbytes,
     slice_count,
 )
-from kvferry.codecs.error import SliceError, slice_errors
+from kvferry.codecs.error import slice_errors
 from kvferry.codecs.frame import (
     LOSSY,
     STORED_RAW,
@@ -199,7 +199,7 @@ class CodecPipeline:
         done = _run(shapes, srcs, dsts)
         for index in range(len(done), len(srcs)):
             done.append(self._encode_frame(srcs[index], layer, shapes[index], dsts[index]))
-        number = self._counted(len(done))
+        number = self.counted(len(done))
         return [
             self._settled(number + index, srcs[index], layer, dsts[index], nbytes, flags)
             for index, (nbytes, flags) in enumerate(done)
@@ -231,7 +231,7 @@ class CodecPipeline:
             done = _run(shapes[start:], srcs[start:], (dst[at:],), in_row=True)
             if not done:
                 done = [self._encode_frame(srcs[start], layers[start], shapes[start], dst[at:])]
-            number = self._counted(len(done))
+            number = self.counted(len(done))
             for index, (nbytes, flags) in enumerate(done):
                 src, layer = srcs[start + index], layers[start + index]
                 size = self._settled(number + index, src, layer, dst[at:], nbytes, flags)
@@ -239,7 +239,7 @@ class CodecPipeline:
                 dst[at + size : at + aligned(size)] = bytes(aligned(size) - size)
                 at += aligned(size)
                 if size != nbytes:  # it took the place of the next ones, which are encoded again
-                    self._counted(index + 1 - len(done))
+                    self.counted(index + 1 - len(done))
                     break
         return sizes
 
@@ -322,7 +322,7 @@ class CodecPipeline:
         encode_header(dst, self._named, len(src), len(src), lossy=False, stored_raw=True)
         return nbytes
 
-    def _counted(self, calls: int) -> int:
+    def counted(self, calls: int = 1) -> int:
         """The number of the first of some more calls."""
         with self._lock:
             self._calls += calls
@@ -332,18 +332,13 @@ class CodecPipeline:
         self, number: int, src: memoryview, layer: LayerSpec, dst: memoryview, nbytes: int, flags: int
     ) -> int:
         """Size of the frame ``number``, which is stored as it is if it is outside its bound."""
-        raw = bool(flags & STORED_RAW)
-        if not raw:
-            if self.lossless or not self._due(number):
-                return nbytes
-            if self._out_of(src, layer, dst[self._header : nbytes]) is None:
-                return nbytes
-        with self._lock:
-            self._stored_raw += 1
-            if not raw:
-                self._out_of_bound += 1
-                self._suspect_until = number + 1 + _CHECK_AFTER_FAILURE
-        return nbytes if raw else self._store_raw(src, dst)
+        if flags & STORED_RAW:
+            self.kept(number, outside=False)
+            return nbytes
+        if not self.due(number) or not self._spoilt(src, layer, dst[self._header : nbytes]):
+            return nbytes
+        self.kept(number, outside=True)
+        return self._store_raw(src, dst)
 
     # -- stages ----------------------------------------------------------------------------------------
 
@@ -422,24 +417,39 @@ class CodecPipeline:
 
     # -- the bound -------------------------------------------------------------------------------------
 
-    def _due(self, number: int) -> bool:
+    def due(self, number: int) -> bool:
+        """Whether what call ``number`` encoded is compared with the bound."""
+        if self.lossless:
+            return False
         if self._check != "sample":
             return self._check == "always"
         return number % _CHECK_EVERY == _place(number // _CHECK_EVERY) or number < self._suspect_until
 
-    def _out_of(self, src: memoryview, layer: LayerSpec, body: memoryview) -> SliceError | None:
-        """The worst tensor outside its bound after decoding again, if any."""
-        tokens = None if self._check == "always" else _CHECKED_TOKENS
+    def kept(self, number: int, *, outside: bool) -> None:
+        """Count that slices of call ``number`` were stored as they are, for being outside or otherwise."""
+        with self._lock:
+            self._stored_raw += 1
+            if outside:
+                self._out_of_bound += 1
+                self._suspect_until = number + 1 + _CHECK_AFTER_FAILURE
+
+    def _spoilt(self, src: memoryview, layer: LayerSpec, body: memoryview) -> bool:
+        """Whether a tensor is outside its bound after decoding again."""
         with _scratch.taken() as buffer:
             again = buffer("check", len(src))
             self._decode(body, layer, len(src) // layer.nbytes, again)
-            for error in slice_errors(src, again, layer, tokens):
-                bound = self.codec.error_bound(error.tensor)
-                bound += sum(stage.error_bound(error.tensor) for stage in self.arrays)
-                any_error = bound >= 1 and math.isfinite(error.bounded)  # where energy of channels is capped
-                if not error.bounded <= bound and not any_error:  # also for NaN
-                    return error
-        return None
+            return self.outside(src, again, layer)
+
+    def outside(self, src: memoryview, again: memoryview, layer: LayerSpec) -> bool:
+        """Whether the error of a tensor of ``again``, which is what became of ``src``, is above its bound."""
+        tokens = None if self._check == "always" else _CHECKED_TOKENS
+        for error in slice_errors(src, again, layer, tokens):
+            bound = self.codec.error_bound(error.tensor)
+            bound += sum(stage.error_bound(error.tensor) for stage in self.arrays)
+            any_error = bound >= 1 and math.isfinite(error.bounded)  # where energy of channels is capped
+            if not error.bounded <= bound and not any_error:  # also for NaN
+                return True
+        return False
 
 
 def _place(group: int) -> int:

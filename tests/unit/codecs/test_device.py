@@ -102,6 +102,27 @@ def test_damaged_frames_are_refused_or_decoded_as_on_the_host(text: str) -> None
                 assert np.array_equal(out.numpy(), back)
 
 
+@pytest.mark.parametrize("check", ["sample", "always", "never"])
+def test_the_bound_is_checked_as_often_as_on_the_host(check: str) -> None:
+    layer = kv_layer(16, 2, 64)
+    fine = slices(layer, 2, DType.BFLOAT16, "normal")
+    wide = fine.view(np.uint16).reshape(2, 2, 16, -1).copy()  # one channel of K is far larger than the others
+    wide[:, 0, :, 5] = 0x4400
+    pipeline, device = (CodecPipeline.parse("int8", check=check) for _ in range(2))
+    encoder = DevicePipeline(device)
+    room = memoryview(bytearray(pipeline.max_encoded_nbytes(layer, 2)))
+    for call in range(24):  # of these "sample" compares call 0 only, the next one is 28
+        data = fine if call < 10 else wide.reshape(-1).view(np.uint8)
+        found = encoder.encode(torch.from_numpy(data.copy()), layer)
+        with use_kernels("numpy"):
+            assert bytes(found.numpy()) == bytes(room[: pipeline.encode_into(data.data, layer, room)])
+    for _ in range(30):
+        encoder.encode(torch.from_numpy(wide.reshape(-1).view(np.uint8).copy()), layer)
+    outside = device.counts["out_of_bound"]
+    assert outside == {"sample": 26, "always": 44, "never": 0}[check]
+    assert device.counts == {"calls": 54, "stored_raw": outside, "out_of_bound": outside}
+
+
 def test_bfloat16_tensors_as_engines_have_them() -> None:
     layer = LayerSpec((TensorSpec("k", (16, 2, 64), DType.BFLOAT16),))
     kv = torch.randn(4, 16, 2, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -124,6 +145,8 @@ def test_what_runs_on_the_host_only() -> None:
     for wrong in (frame[None], frame.view(torch.int8), torch.stack((frame, frame), 1)[:, 0], bytes(9)):
         with pytest.raises(CodecError, match=r"the frame is .*flat, contiguous uint8"):
             device.decode(wrong, layer, out)  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match=r"take tensor\.contiguous\(\)\.view\(-1\)"):
+        device.encode(torch.stack((out, out), 1)[:, 0], layer)
     with pytest.raises(CodecError, match="flat, contiguous uint8"):
         device.encode(torch.zeros(64), layer)
     with pytest.raises(CodecError, match="whole number"):

@@ -33,8 +33,8 @@ class DevicePipeline:
     """Encodes and decodes on the device of the tensors; the frames are those of ``pipeline`` on the host.
 
     ``ebp``, ``int8``, ``int4`` and ``fp8`` alone; other pipelines run on the host. Thread safe. The size of a
-    frame depends on the values, so each call waits for the device. The bound of a lossy codec is checked by
-    :class:`CodecPipeline` only.
+    frame depends on the values, so each call waits for the device. The bound of a lossy codec is checked as
+    often as ``pipeline`` says, with its counts; the slices that are compared are copied to the host.
 
     Args:
         pipeline: What to do.
@@ -72,7 +72,13 @@ class DevicePipeline:
             )
         sections = [_encode(DeviceView.of(data, piece), piece) for piece in plan.pieces] if len(data) else []
         body = torch.cat(sections) if sections else src[:0]
+        number = self.pipeline.counted()
         raw = body.numel() >= src.numel()
+        if raw:
+            self.pipeline.kept(number, outside=False)
+        elif self.pipeline.due(number) and self._outside(data, body, layer):
+            raw = True
+            self.pipeline.kept(number, outside=True)
         if raw:
             body = src
         head = bytearray(header_nbytes(self._named))
@@ -101,11 +107,21 @@ class DevicePipeline:
                 raise CorruptBlockError(f"{body.numel()} bytes were stored as they are, not {dst.numel()}")
             dst.copy_(body)
             return
+        self._decode_body(body, layer, data)
+
+    def _decode_body(self, body: torch.Tensor, layer: LayerSpec, data: torch.Tensor) -> None:
         at = 0
         for piece in self._codec.plan(layer).pieces if len(data) else ():
             at += _decode(DeviceView.of(data, piece), piece, body[at:])
         if at != body.numel():
             raise CorruptBlockError(DAMAGED)
+
+    def _outside(self, data: torch.Tensor, body: torch.Tensor, layer: LayerSpec) -> bool:
+        """Whether a tensor is outside its bound after decoding again."""
+        again = torch.empty_like(data)
+        self._decode_body(body, layer, again)
+        before, after = (each.reshape(-1).cpu().numpy().data for each in (data, again))
+        return self.pipeline.outside(before, after, layer)
 
     def _slices(self, flat: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
         _check_flat(flat, "slices are")
