@@ -21,7 +21,7 @@ from kvferry.wire import ChannelOptions, WireProtocol
 from kvferry.wire.protocol import Side
 
 SPEC = small_spec("fuzz")
-SOAK = ((1_000_000, False), (200_000, True))
+SOAK = ((1_000_000, False), (1_000_000, True))
 
 
 def rss_nbytes(pid: int) -> int:

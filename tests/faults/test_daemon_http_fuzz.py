@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvferry.cli.daemon_http import Port
 from kvferry.core.address import parse_url
+from kvferry.daemon.credentials import CredentialFile, Limits, edited, new_credential
 from kvferry.testing.processes import Command
 
 TOKEN = "a-token-for-the-fuzz-test"
@@ -24,6 +27,7 @@ CHUNKED = (
     + TOKEN
     + '\r\nTransfer-Encoding: chunked\r\n\r\nc\r\n{"nbytes": 1\r\n1\r\n}\r\n0\r\n\r\n'
 )
+SHOWN = f"Authorization: Bearer {TOKEN}"
 BODIES = {
     "clear": "{}",
     "evict": '{"nbytes": 10}',
@@ -32,6 +36,7 @@ BODIES = {
 }
 SEEDS = [
     *(GET.format(path) for path in ("/", "/status", "/metrics", "/live", "/ready", "/no/such?x=%00&y=1")),
+    *(GET.format(path).replace("\r\n\r\n", f"\r\n{SHOWN}\r\n\r\n") for path in ("/status", "/metrics")),
     *(POST.format(verb, len(body), body) for verb, body in BODIES.items()),
     CHUNKED,
 ]
@@ -69,8 +74,14 @@ def send(address: tuple[str, int], data: bytes) -> None:
             pass
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(100_000, marks=pytest.mark.soak)])
-def test_mutated_requests_do_no_harm(tmp_path: Path, count: int) -> None:
+SOAK = [pytest.mark.soak, pytest.mark.timeout(7200)]
+
+
+@pytest.mark.parametrize(
+    ("count", "guarded"),
+    [(400, False), (100, True), *(pytest.param(100_000, guarded, marks=SOAK) for guarded in (False, True))],
+)
+def test_mutated_requests_do_no_harm(tmp_path: Path, count: int, guarded: bool) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
@@ -83,16 +94,23 @@ def test_mutated_requests_do_no_harm(tmp_path: Path, count: int) -> None:
         "--set",
         f"daemon.token_file={token}",
     ]
+    if guarded:
+        with edited(tmp_path / "c.json") as box:
+            credential, _ = new_credential("a", ("read", "admin"))
+            box[0] = CredentialFile(tenants={"a": Limits()}, credentials=(credential,))
+        words += ["--credentials", f"{tmp_path}/c.json"]
     with Command(*words) as daemon:
         url = daemon.wait_ready()["http"]
-        parsed, port = parse_url(url, default_port=0), Port(url)
+        parsed, port = parse_url(url, default_port=0), Port(url, str(token))
         address = (parsed.host, parsed.port or 0)
         for seed in SEEDS:
             send(address, seed.encode())
         before = port.status().process.resident_nbytes
         chance = random.Random(count)
-        for _ in range(count):
-            send(address, mutated(chance))
+        with ThreadPoolExecutor(16) as pool:  # a wrong token is answered late
+            for start in range(0, count, 1000):
+                batch = [mutated(chance) for _ in range(min(1000, count - start))]
+                list(pool.map(partial(send, address), batch))
         status = port.status()
         assert status.process.resident_nbytes - before < 16 << 20
         assert not status.draining or port.ask("GET", "/live")

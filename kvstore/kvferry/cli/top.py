@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Optional
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import msgspec
 import typer
@@ -28,6 +30,8 @@ __all__ = ["top"]
 _LEAST_S = 0.2
 _SAVES = ("commit", "save")
 _BAR = 20
+_PIPE_WIDTH = 200
+_LEFT = ("use", "client")
 
 
 def top(
@@ -44,6 +48,8 @@ def top(
     config: ConfigFile = None,
 ) -> None:
     """Show live what the daemon does: throughput, tiers, requests, clients, faults. Ctrl-C ends it.
+
+    Into a pipe or a file it writes one look below the other; a narrow terminal shows fewer columns.
 
     With `--json` it prints one status a line, as `kvferry status --json` does.
     """
@@ -76,15 +82,24 @@ def _live(port: Port, status: DaemonStatus, interval: float, count: int | None) 
     from rich.text import Text
 
     console = Console()
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
     before: DaemonStatus | None = None
     now: DaemonStatus | None = status
     shown = 0
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with (
+        Live(console=console, screen=True, auto_refresh=False)
+        if console.is_terminal
+        else nullcontext() as live
+    ):
         while True:
-            if now is None:
-                live.update(Text(f"{port.url} does not answer; asking again"), refresh=True)
-            else:
-                live.update(_view(now, before), refresh=True)
+            view: RenderableType = Text(f"{port.url} does not answer; asking again")
+            if now is not None:
+                view = _view(now, before, console.width)
+            if live is not None:
+                live.update(view, refresh=True)
+            else:  # one look below the other
+                console.print(view, Text(""))
             shown += 1
             if shown == count:
                 return
@@ -113,7 +128,7 @@ def _rates(now: DaemonStatus, before: DaemonStatus | None) -> str:
     )
 
 
-def _view(now: DaemonStatus, before: DaemonStatus | None) -> RenderableType:
+def _view(now: DaemonStatus, before: DaemonStatus | None, width: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -123,60 +138,68 @@ def _view(now: DaemonStatus, before: DaemonStatus | None) -> RenderableType:
         Text(
             f"{len(now.clients)} clients, {now.connections} connections, {now.requests_under_way} under way"
         ),
-        _tiers(now),
+        _tiers(now, width),
     ]
     if now.operations:
-        lines.append(_operations(now))
+        lines.append(_operations(now, width))
     if now.slowest:
-        lines.append(_slowest(now))
+        lines.append(_slowest(now, width))
     for fault in now.faults[:5]:
         ago = seconds(max(0.0, now.at - fault.at))
         lines.append(Text(plain(f"{ago} ago {fault.level}: {fault.message}"), style="red"))
     return Group(*lines)
 
 
-def _table(*columns: str) -> Table:
+def _table(
+    width: int, columns: Sequence[str], rows: Sequence[Sequence[object]], optional: Sequence[str]
+) -> Table:
+    """A table in which nothing is cut: columns that are ``optional`` go, in that order, if it is too wide."""
     from rich.table import Table
+    from rich.text import Text
 
+    lines = [list(columns), *([plain(str(cell)) for cell in row] for row in rows)]
+    widths = {cells[0]: max(map(len, cells)) + 2 for cells in zip(*lines, strict=True)}
+    for name in optional:
+        if sum(widths.values()) - 2 > width:
+            del widths[name]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number > 1 else "left", no_wrap=number == 0)
+    for number, name in enumerate(widths):
+        justify: Literal["right", "left"] = "right" if name not in _LEFT and number else "left"
+        table.add_column(name, justify=justify, no_wrap=number == 0)
+    shown = [number for number, name in enumerate(columns) if name in widths]
+    for line in lines[1:]:
+        table.add_row(*(Text(line[number]) for number in shown))
     return table
 
 
-def _row(table: Table, *cells: object) -> None:
-    from rich.text import Text
-
-    table.add_row(*(Text(plain(str(cell))) for cell in cells))
-
-
-def _tiers(now: DaemonStatus) -> Table:
-    table = _table("tier", "use", "used", "of", "blocks", "hit rate", "state")
+def _tiers(now: DaemonStatus, width: int) -> Table:
+    rows: list[tuple[object, ...]] = []
     for tenant in now.tenants:
         for tier in tenant.tiers:
             limit = tier.capacity_nbytes
             filled = round(_BAR * min(1.0, tier.used_nbytes / limit)) if limit else 0
             name = tier.name if len(now.tenants) == 1 else f"{tenant.name} {tier.name}"
-            _row(
-                table, name, "█" * filled + "░" * (_BAR - filled), format_nbytes(tier.used_nbytes),
+            rows.append((
+                name, "█" * filled + "░" * (_BAR - filled), format_nbytes(tier.used_nbytes),
                 format_nbytes(limit) if limit else "–", tier.entries,
                 share(tier.hit_blocks, tenant.lookup_blocks), tier_state(tier),
-            )  # fmt: skip
-    return table
+            ))  # fmt: skip
+    columns = ("tier", "use", "used", "of", "blocks", "hit rate", "state")
+    return _table(width, columns, rows, ("use", "blocks", "hit rate"))
 
 
-def _operations(now: DaemonStatus) -> Table:
-    table = _table("request", "count", "failed", "p50 ≤", "p99 ≤", "bytes")
-    for o in now.operations:
-        _row(table, o.verb, o.count, o.failed, seconds(o.p50_s), seconds(o.p99_s), format_nbytes(o.nbytes))
-    return table
+def _operations(now: DaemonStatus, width: int) -> Table:
+    rows = [
+        (o.verb, o.count, o.failed, seconds(o.p50_s), seconds(o.p99_s), format_nbytes(o.nbytes))
+        for o in now.operations
+    ]
+    columns = ("request", "count", "failed", "p50 ≤", "p99 ≤", "bytes")
+    return _table(width, columns, rows, ("p50 ≤", "bytes"))
 
 
-def _slowest(now: DaemonStatus) -> Table:
-    table = _table("slowest", "client", "took", "blocks", "ago")
-    for slow in now.slowest[:5]:
-        _row(
-            table, slow.verb, slow.session, seconds(slow.seconds), slow.blocks,
-            seconds(max(0.0, now.at - slow.at)),
-        )  # fmt: skip
-    return table
+def _slowest(now: DaemonStatus, width: int) -> Table:
+    rows = [
+        (slow.verb, slow.session, seconds(slow.seconds), slow.blocks, seconds(max(0.0, now.at - slow.at)))
+        for slow in now.slowest[:5]
+    ]
+    return _table(width, ("slowest", "client", "took", "blocks", "ago"), rows, ("client", "blocks"))
