@@ -78,9 +78,11 @@ class _ClientLease:
         if self._over or self._link.closed or time.monotonic() >= self.expires_at:
             self._require_active()  # written out: it is asked for each block
         blocks, count = self._blocks, len(self.keys)
-        if blocks is None or not -count <= index < count:
+        if blocks is not None and 0 <= index < count:
+            return blocks.view(index)
+        if blocks is None or not -count <= index < 0:
             raise IndexError(f"{self!r} has no block {index}")
-        return blocks.view(index % count)
+        return blocks.view(index + count)
 
     def layer(self, index: int, layer: int) -> memoryview:
         """The layer slice ``layer`` of block ``index``."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
+import numpy as np
 
 from kvferry.client.blocks import Blocks, OwnBlocks
 from kvferry.client.leases import ClientReadLease, ClientWriteLease
@@ -169,8 +170,8 @@ class ClientNamespace:
         """Blocks by address; their segments are mapped first if need be."""
         if len(slots) != count * d.SLOT_NBYTES:
             raise line.wrong(f"{len(slots)} bytes of slots for {count} blocks")
-        last = max(memoryview(slots).cast("Q")[::3])
-        return self._map_of(line, last, epoch, limit).slots(slots, self.block_nbytes)
+        words: list[int] = np.frombuffer(slots, "<u8").tolist()
+        return self._map_of(line, max(words[::3]), epoch, limit).slots(words, self.block_nbytes)
 
     def _map_of(self, line: Line, last: int, epoch: str, limit: float) -> ArenaMap:
         """The map of the daemon's arena, with all segments up to ``last``."""
@@ -293,16 +294,18 @@ class ClientNamespace:
                 return lease.save(sources, limit)
 
     def _sources(self, blocks: Sequence[tuple[BlockKey, Buf]]) -> dict[BlockKey, memoryview]:
+        pairs = list(blocks)
+        keys = require_keys([key for key, _ in pairs])
+        views = [as_bytes_view(buf) for _, buf in pairs]
+        if set(map(len, views)) - {self.block_nbytes}:
+            wrong = next(n for n, view in enumerate(views) if len(view) != self.block_nbytes)
+            raise ConfigError(
+                f"block {keys[wrong][:8].hex()}… has {len(views[wrong])} bytes, a block of this spec has "
+                f"{self.block_nbytes}"
+            )
         sources: dict[BlockKey, memoryview] = {}
-        for key, buf in blocks:
-            require_key(key)
-            source = as_bytes_view(buf)
-            if len(source) != self.block_nbytes:
-                raise ConfigError(
-                    f"block {key[:8].hex()}… has {len(source)} bytes, a block of this spec has "
-                    f"{self.block_nbytes}"
-                )
-            sources.setdefault(key, source)
+        for key, view in zip(keys, views, strict=True):
+            sources.setdefault(key, view)
         return sources
 
     def _sent_in_one(self, limit: float) -> int:

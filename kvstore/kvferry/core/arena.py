@@ -437,9 +437,9 @@ class ArenaMap:
         """Whether ``slot`` has not been freed since it was handed out."""
         return self._segment(slot).generation(slot.offset) == slot.generation
 
-    def slots(self, slots: bytes, nbytes: int) -> MappedSlots:
+    def slots(self, words: Sequence[int], nbytes: int) -> MappedSlots:
         """Many slots of one size at once; see :class:`MappedSlots`."""
-        return MappedSlots(self._segments, slots, nbytes)
+        return MappedSlots(self._segments, words, nbytes)
 
     def close(self) -> None:
         """Forget the mappings; the memory goes with the last view."""

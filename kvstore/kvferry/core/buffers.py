@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ __all__ = [
     "Buf",
     "ByteArray",
     "address_of",
+    "addresses_of",
     "as_bytes_view",
     "copy_into",
     "page_aligned",
@@ -70,6 +71,14 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(
         ctypes.c_char.from_buffer(view)
     )  # three times as fast, but not for read-only views
+
+
+def addresses_of(views: Sequence[memoryview]) -> list[int]:
+    """Of the first byte of each; none may be empty."""
+    try:
+        return list(map(ctypes.addressof, map(ctypes.c_char.from_buffer, views)))
+    except TypeError:  # one is read-only
+        return list(map(address_of, views))
 
 
 def total_nbytes(parts: Iterable[memoryview]) -> int:

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.buffers import address_of
+from kvferry.core.buffers import address_of, addresses_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.paged_copy import pages_kernel
 
@@ -78,12 +78,13 @@ def copy_blocks(addresses: Sequence[int], sources: Sequence[memoryview], nbytes:
     """
     if len(addresses) != len(sources) or set(map(len, sources)) - {nbytes}:
         raise ValueError(f"{len(sources)} blocks to {len(addresses)} places of {nbytes} bytes each")
+    if not nbytes or not sources:
+        return
     rows = np.zeros((len(sources), 4), np.uint64)
-    rows[:, 0] = [address_of(source) for source in sources]
+    rows[:, 0] = addresses_of(sources)
     rows[:, 2] = addresses
     rows[:, 3] = nbytes
-    if nbytes and sources:
-        _copy(rows, to_segments=False)
+    _copy(rows, to_segments=False)
 
 
 def _copy(rows: npt.NDArray[np.uint64], *, to_segments: bool) -> None:

@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import eq
 
@@ -280,7 +280,7 @@ class MappedSlots:
 
     Args:
         segments: The mapped segments by number.
-        slots: As they came: segment, offset and generation of each, as little-endian u64.
+        words: Segment, offset and generation of each, one behind the other.
         nbytes: Bytes of the block in each.
 
     Raises:
@@ -289,8 +289,7 @@ class MappedSlots:
 
     __slots__ = ("_data", "_generations", "_nbytes", "_numbers", "_offsets", "_tables")
 
-    def __init__(self, segments: Mapping[int, MappedSegment], slots: bytes, nbytes: int) -> None:
-        words: list[int] = np.frombuffer(slots, "<u8").tolist()
+    def __init__(self, segments: Mapping[int, MappedSegment], words: Sequence[int], nbytes: int) -> None:
         self._nbytes = nbytes
         self._numbers, self._offsets, self._generations = words[::3], words[1::3], words[2::3]
         self._data: dict[int, memoryview] = {}
@@ -345,11 +344,11 @@ class MappedSlots:
             if data.readonly:
                 raise StoreError(f"segment {number} is mapped read-only")
             first[number], room[number] = address_of(data), len(data) - self._nbytes
-        places = list(zip(self._numbers, self._offsets, strict=True))
-        for index, (number, offset) in enumerate(places):
-            if offset > room[number]:
-                raise self._outside(index)
-        return [first[number] + offset for number, offset in places]
+        if max(self._offsets) > min(room.values()):  # else all of them lie inside
+            for index, (number, offset) in enumerate(zip(self._numbers, self._offsets, strict=True)):
+                if offset > room[number]:
+                    raise self._outside(index)
+        return [first[number] + offset for number, offset in zip(self._numbers, self._offsets, strict=True)]
 
     def _outside(self, index: int) -> StoreError:
         number, offset = self._numbers[index], self._offsets[index]

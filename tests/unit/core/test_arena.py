@@ -1,7 +1,6 @@
 import fcntl
 import mmap
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -285,9 +284,9 @@ def test_many_mapped_slots_at_once() -> None:
     assert len({slot.segment for slot in slots}) > 1
     for number, slot in enumerate(slots):
         arena.view(slot)[:] = bytes([number]) * (PAGE + 1)
-    packed = b"".join(struct.pack("<3Q", slot.segment, slot.offset, slot.generation) for slot in slots)
+    words = [word for slot in slots for word in (slot.segment, slot.offset, slot.generation)]
     mapped = ArenaMap.from_fds(arena.layout(), arena.descriptors(), writable=True)
-    found = mapped.slots(packed, PAGE + 1)
+    found = mapped.slots(words, PAGE + 1)
     assert [bytes(found.view(n)) for n in range(40)] == [bytes([n]) * (PAGE + 1) for n in range(40)]
     assert (found.view(0).readonly, found.read_only().view(0).readonly) == (False, True)
     assert found.addresses() == [address_of(found.view(n)) for n in range(40)]
@@ -305,7 +304,7 @@ def test_mapped_slots_lie_inside_their_segment(offset: int) -> None:
     arena = Arena(8 * PAGE, segment_nbytes=8 * PAGE)
     arena.allocate(PAGE)
     mapped = ArenaMap.from_fds(arena.layout(), arena.descriptors(), writable=True)
-    found = mapped.slots(struct.pack("<6Q", 0, 0, 0, 0, offset, 0), 2 * PAGE)
+    found = mapped.slots([0, 0, 0, 0, offset, 0], 2 * PAGE)
     assert len(found.view(0)) == 2 * PAGE
     for call in (lambda: found.view(1), found.addresses):
         with pytest.raises(StoreError, match=f"of {2 * PAGE} bytes at {offset} is not inside segment 0"):
@@ -314,8 +313,8 @@ def test_mapped_slots_lie_inside_their_segment(offset: int) -> None:
         with pytest.raises(StoreError, match="is not inside segment 0"):
             found.first_stale()
     with pytest.raises(StoreError, match="segment 1 is not mapped here"):
-        mapped.slots(struct.pack("<3Q", 1, 0, 0), PAGE)
-    only_read = ArenaMap.from_fds(arena.layout(), arena.descriptors()).slots(bytes(24), PAGE)
+        mapped.slots([1, 0, 0], PAGE)
+    only_read = ArenaMap.from_fds(arena.layout(), arena.descriptors()).slots([0, 0, 0], PAGE)
     with pytest.raises(StoreError, match="segment 0 is mapped read-only"):
         only_read.addresses()
     arena.close()
