@@ -53,14 +53,36 @@ class TestFakeMusaTier(_MusaHooks, DeviceTierSuite):
 
 def test_the_engine_gives_the_same_tokens_with_a_pool_four_times_too_small(tmp_path: Path) -> None:
     """Evicts, demotes and promotes all the time; the weights are on the device too."""
-    path = Path(__file__).parents[1] / "unit" / "engine" / "test_device_kv.py"
-    spec = importlib.util.spec_from_file_location("device_kv", path)
-    assert spec is not None
-    assert spec.loader is not None
-    shared: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shared)
+    shared = _shared("test_device_kv")
     host = shared.tiny(tmp_path)
     shared.check_same_tokens(host, host.to("musa:0"), MusaDevice())
+
+
+def test_workers_stream_out_of_pages_and_land_in_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill and decode with the model and the pages on the device, layer by layer."""
+    copy, scratch = MusaDevice.copy, torch.empty(64, dtype=torch.uint8, device="musa")
+
+    def slow(self: MusaDevice, dst: Any, src: Any, stream: Any) -> None:
+        with self.use(stream):  # so that nothing has landed yet when the handoff comes
+            fakemusa.native.kernel(scratch, 0, 5000)
+        copy(self, dst, src, stream)
+
+    monkeypatch.setattr(MusaDevice, "copy", slow)
+    host = _shared("test_device_kv").tiny(tmp_path / "tiny")
+    _shared("test_worker_device").check_workers(tmp_path / "tiny", host, "musa:0")
+
+
+def _shared(name: str) -> Any:
+    """A module of the engine's tests."""
+    path = Path(__file__).parents[1] / "unit" / "engine" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_kernels_that_the_card_lacks_are_refused() -> None:

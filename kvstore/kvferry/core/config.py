@@ -197,6 +197,11 @@ class ModelConfig(Section):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32", description="What the model computes in."
     )
+    device: str = Field(
+        default="cpu",
+        max_length=64,
+        description="Where it computes and its paged KV lies: cpu, or a device such as musa:0 or cuda.",
+    )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="Threads of the model; all cores if none."
     )

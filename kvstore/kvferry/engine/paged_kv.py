@@ -26,7 +26,7 @@ from kvferry.store.device import DevicePool, PoolOptions, PoolSpace
 if TYPE_CHECKING:
     from kvferry.core.blockstore import Namespace
     from kvferry.core.keys import BlockKey
-    from kvferry.device.base import Device, DeviceBytes
+    from kvferry.device.base import Device, DeviceBytes, Event
     from kvferry.engine.config import ModelConfig
 
 __all__ = ["PagedKV", "Sequence"]
@@ -112,6 +112,11 @@ class PagedKV:
         return memory
 
     @property
+    def on_host(self) -> bool:
+        """Whether the pages' bytes can be had here as they lie."""
+        return self._on_host
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return self.pool.nbytes
@@ -173,6 +178,12 @@ class PagedKV:
         """
         return self.pool.allocate(n, after=after)
 
+    def take(self, n: int) -> tuple[list[int], list[Event]]:
+        """As :meth:`allocate`, for who copies into the pages too: behind the events of their last users."""
+        pages, events = self.pool.take(n)
+        self.pool.order(None, events)
+        return pages, events
+
     def free(self, ids: list[int]) -> None:
         """Give pages back.
 
@@ -209,8 +220,18 @@ class PagedKV:
             ConfigError: If ``data`` is of neither size.
         """
         rows = self._check_rows(tokens)
-        size = rows * self._row_nbytes
-        source = as_bytes_view(data)
+        k, v = self.tensor_views(layer, block, rows)
+        k_rows, v_rows = self.halves(layer, as_bytes_view(data), rows)
+        copy_into(k, k_rows)
+        copy_into(v, v_rows)
+
+    def halves(self, layer: int, source: memoryview, tokens: int) -> tuple[memoryview, memoryview]:
+        """The first ``tokens`` rows of K and of V in what :meth:`write_slice` takes.
+
+        Raises:
+            ConfigError: See there.
+        """
+        size = tokens * self._row_nbytes
         if len(source) in (self._layer_spec.nbytes, self._layer_spec.data_nbytes):
             v_start = self.block_tokens * self._row_nbytes
         elif len(source) == 2 * size:
@@ -220,9 +241,7 @@ class PagedKV:
                 f"{len(source)} bytes for {tokens} tokens of layer {layer}: a layer slice has "
                 f"{self._layer_spec.nbytes}, the rows alone {2 * size}"
             )
-        k, v = self.tensor_views(layer, block, rows)
-        copy_into(k, source[:size])
-        copy_into(v, source[v_start : v_start + size])
+        return source[:size], source[v_start : v_start + size]
 
     def write_block(self, block: int, data: Buf) -> None:
         """Fill one page, all layers, from a block as :meth:`spec` describes it."""
@@ -358,6 +377,10 @@ class Sequence:
         if not self._released:
             self._released = True
             self.kv.free(self.blocks)
+
+    def leave_behind(self) -> None:
+        """Never give the pages back: a device may still write them."""
+        self._released = True
 
     def _find_run(self) -> int | None:
         if not self.blocks:

@@ -153,7 +153,8 @@ def prefill(
             computed_tokens=len(tokens) - cached,
             sampler=sampler,
             started_at=started_at,
-            kv_written_at=run.kv_written_at,
+            # on a device it is known only when token 0 is
+            kv_written_at=run.kv_written_at if kv.on_host else time.monotonic(),
             saved_blocks=saved,
             save_error=problem,
             lossy=lossy,

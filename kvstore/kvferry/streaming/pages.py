@@ -88,6 +88,11 @@ class PageSender:
         self._error: KVFerryError | None = None
 
     @property
+    def takes_lossy(self) -> bool:
+        """See :attr:`LayerSender.takes_lossy`."""
+        return self._sender.takes_lossy
+
+    @property
     def error(self) -> Exception | None:
         """What ended the stream early, or ``None``; to be looked at between layers."""
         return self._error or self._sender.error

@@ -17,10 +17,19 @@ import torch
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.config import Config
-from kvferry.core.errors import CapacityError, ConfigError, ConnectError, RequestError, UnknownPluginError
+from kvferry.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConnectError,
+    DeviceError,
+    RequestError,
+    UnknownPluginError,
+)
 from kvferry.core.memory import MemoryStore
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.device import Device, open_device
 from kvferry.engine.config import ModelConfig
+from kvferry.engine.device_link import DeviceLink
 from kvferry.engine.model import Model
 from kvferry.engine.model_folder import KNOWN_MODELS, resolve_model_folder
 from kvferry.engine.paged_kv import PagedKV, Sequence
@@ -66,6 +75,15 @@ class Engine:
     store: MemoryStore
     spec: KVSpec
     max_model_len: int
+    link: DeviceLink | None = None
+    """Between paged KV on a device and streams; ``None`` where it is on the host."""
+
+    def close(self) -> None:
+        """End its memory and its store, when nobody uses them any more."""
+        if self.link is not None:
+            self.link.close()
+        self.kv.close()
+        self.store.close()
 
     def description(
         self, role: str, *, kv_address: str = "", running: int = 0, queued: int = 0
@@ -174,20 +192,34 @@ def load_engine(config: Config) -> Engine:
     path = resolve_model_folder(config.model.path, log.info)
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
+    device = _device(config)
     model = load_model(path, config.model.dtype)
+    if device is not None:
+        model = model.to(device.name)
     known = KNOWN_MODELS.get(config.model.path)
     name = config.model.name or known or path.resolve().name  # after loading: a loop of links has no name
     found = revision(path) if config.model.revision == "auto" else config.model.revision
     if not found:
         log.warning("model %s has no revision: entries are keyed by name only", name)
-    kv = _paged_kv(config, model)
+    kv = _paged_kv(config, model, device)
     limit = _max_model_len(config, model.config, kv)
     spec = kv.spec(name, found)
     store = open_store(config.store)  # last: it may have threads and files, which only its close() ends
-    return Engine(config, model, model.config, kv, store, spec, limit)
+    link = None if kv.on_host else DeviceLink(kv)
+    return Engine(config, model, model.config, kv, store, spec, limit, link)
 
 
-def _paged_kv(config: Config, model: Model) -> PagedKV:
+def _device(config: Config) -> Device | None:
+    """Where the model computes; ``None``: on the host."""
+    if config.model.device == "cpu":
+        return None
+    try:
+        return open_device(config.model.device)
+    except (ConfigError, DeviceError) as error:
+        raise ConfigError(f"model.device is {config.model.device!r}: {error}; cpu always works") from error
+
+
+def _paged_kv(config: Config, model: Model, device: Device | None) -> PagedKV:
     shape, block_tokens = model.config, config.model.block_tokens
     one = PagedKV(shape, num_blocks=1, block_tokens=block_tokens, dtype=model.dtype).nbytes
     num_blocks = config.kv.num_blocks or config.kv.memory // one
@@ -198,6 +230,7 @@ def _paged_kv(config: Config, model: Model) -> PagedKV:
         num_blocks=num_blocks,
         block_tokens=block_tokens,
         dtype=model.dtype,
+        device=device,
         keep_prefixes=config.kv.keep_prefixes,
         options=PoolOptions(write="commit"),  # others of the store wait for them
     )

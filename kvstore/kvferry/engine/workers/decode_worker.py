@@ -25,7 +25,9 @@ from kvferry.core.errors import (
     RequestError,
     TransferTimeoutError,
 )
+from kvferry.device import Event
 from kvferry.engine.decode import DecodeSequence
+from kvferry.engine.device_link import Landing
 from kvferry.engine.paged_kv import Sequence
 from kvferry.engine.sampling import Sampler, check_sampling
 from kvferry.engine.workers.admission import Admission, Place
@@ -124,8 +126,7 @@ class DecodeWorker:
         if self._regions is not None:
             self._regions.close()
         self._streams.close()
-        self._engine.kv.close()
-        self._engine.store.close()
+        self._engine.close()
 
     # ---- ports -----------------------------------------------------------------------------------
 
@@ -181,8 +182,9 @@ class DecodeWorker:
         sequence: Sequence | None = None
         handed_over = False
         try:
-            sequence = Sequence(self._engine.kv, self._engine.kv.allocate(room))
-            received = self._receive(channel, incoming, message, sequence, watch, kv_deadline)
+            pages, events = self._engine.kv.take(room)
+            sequence = Sequence(self._engine.kv, pages)
+            received = self._receive(channel, incoming, message, sequence, events, watch, kv_deadline)
             generation = self._start(message, received, sequence, place, deadline)
             handed_over = True
             self._answer_tokens(channel, message, received, generation, watch)
@@ -208,10 +210,13 @@ class DecodeWorker:
         incoming: Incoming,
         message: Generate,
         sequence: Sequence,
+        events: list[Event],
         watch: CancelWatch,
         deadline: float,
     ) -> _Received:
         """Announce the stream, say that we are ready, and copy the KV as it comes."""
+        link = self._engine.link
+        landing = None if link is None else link.landing(sequence.blocks, events)
         expected = self._streams.expect(message.stream, message.prompt_tokens, message.scope, deadline)
         try:
             ready = GenerateReady(kv_address=self.kv_address)
@@ -219,10 +224,16 @@ class DecodeWorker:
             receiver = self._await_stream(expected, watch)
             for layer in range(self._engine.kv.num_layers):
                 self._await(receiver, partial(receiver.wait_layer, layer), watch, deadline)
-                self._copy_layer(receiver, layer, sequence, message.prompt_tokens)
+                self._copy_layer(receiver, layer, sequence, message.prompt_tokens, landing)
             handoff = self._await(receiver, receiver.wait, watch, deadline)
-            received = _Received(handoff, receiver.kv_nbytes, receiver.wire_s, receiver.complete_at)
+            complete_at = receiver.complete_at
+            if landing is not None:
+                landing.wait(deadline)
+                complete_at = time.monotonic()
+            received = _Received(handoff, receiver.kv_nbytes, receiver.wire_s, complete_at)
         finally:
+            if landing is not None and not landing.end():
+                sequence.leave_behind()
             self._streams.forget(expected)
         self._check_handoff(handoff, message)
         sequence.length = message.prompt_tokens
@@ -276,8 +287,14 @@ class DecodeWorker:
                     raise
                 watch.poll()
 
-    def _copy_layer(self, receiver: LayerReceiver, layer: int, sequence: Sequence, tokens: int) -> None:
+    def _copy_layer(
+        self, receiver: LayerReceiver, layer: int, sequence: Sequence, tokens: int, landing: Landing | None
+    ) -> None:
         kv, size = self._engine.kv, self._engine.kv.block_tokens
+        if landing is not None:
+            blocks = range(kv.blocks_for(tokens))
+            landing.put_layer(layer, [receiver.view(layer, number) for number in blocks], tokens)
+            return
         for number in range(kv.blocks_for(tokens)):
             rows = min(size, tokens - number * size)
             kv.write_slice(layer, sequence.blocks[number], receiver.view(layer, number), rows)

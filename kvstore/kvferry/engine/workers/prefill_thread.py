@@ -14,7 +14,7 @@ from kvferry.core.errors import KVFerryError, OverloadedError
 from kvferry.engine.emit import emit_to
 from kvferry.engine.prefill import PrefillResult, prefill
 from kvferry.engine.workers.common import Engine
-from kvferry.streaming import LayerSender
+from kvferry.streaming import LayerSender, PageSender
 from kvferry.wire.messages import Prefill
 
 __all__ = ["PrefillJob", "PrefillThread"]
@@ -36,7 +36,7 @@ class PrefillJob:
 
     message: Prefill
     tokens: npt.NDArray[np.uint32]
-    sender: LayerSender
+    sender: LayerSender | PageSender
     deadline: float
     takes_lossy: bool = False
     stop: threading.Event = field(default_factory=threading.Event)

@@ -24,6 +24,7 @@ from kvferry.core.errors import (
     RequestError,
 )
 from kvferry.core.keys import BlockKey
+from kvferry.engine.paged_kv import Sequence
 from kvferry.engine.pools import ChannelPools
 from kvferry.engine.prefill import PrefillResult, check_prompt, save_blocks
 from kvferry.engine.process import is_loopback
@@ -41,7 +42,7 @@ from kvferry.engine.workers.common import (
 )
 from kvferry.engine.workers.prefill_thread import PrefillJob, PrefillThread
 from kvferry.engine.workers.requests import POLL_S, CancelWatch, serve_requests
-from kvferry.streaming import LayerSender
+from kvferry.streaming import LayerSender, PageSender
 from kvferry.wire import Channel, Incoming
 from kvferry.wire.messages import Describe, Handoff, Prefill, PrefillDone, Status, StreamDone
 
@@ -58,6 +59,8 @@ _JOIN_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
 _PROMPT_TIMEOUT_S = 30.0
 """For the tokens of a prompt to arrive once their message has: a few bytes each."""
+
+_OVER = "the request has ended"
 
 _T = TypeVar("_T")
 
@@ -115,8 +118,7 @@ class PrefillWorker:
         self._pools.close()
         if self._regions is not None:
             self._regions.close()
-        self._engine.kv.close()
-        self._engine.store.close()
+        self._engine.close()
 
     # ---- port ------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class PrefillWorker:
         with self._pools.channel(message.kv_address, connected_by) as kv_channel:
             arena = self._pools.arena(message.kv_address, kv_channel)
             codec = self._codec.link(message.kv_address)
-            sender = LayerSender(
+            layers = LayerSender(
                 kv_channel,
                 engine.spec,
                 message.scope,
@@ -204,7 +206,8 @@ class PrefillWorker:
                 codec=codec,
                 regions=self._regions,
             )
-            with sender:
+            link = engine.link
+            with layers if link is None else link.sender(layers) as sender:
                 begin = partial(sender.begin, message.stream, keys, tail_tokens, deadline=deadline)
                 self._watched(watch, begin)
                 job = PrefillJob(message, tokens, sender, deadline, self._takes_lossy and sender.takes_lossy)
@@ -213,10 +216,7 @@ class PrefillWorker:
                     done = self._finish(job, result, watch)
                     self._save(message, keys, result)
                 finally:
-                    sender.abort(
-                        "the request has ended"
-                    )  # nothing after finish; else nothing may be read any more
-                    result.sequence.release()
+                    _let_go(sender, result.sequence)
         log.info(
             "request %s: %d tokens, %d cached, %d bytes of KV sent",
             message.request,
@@ -249,9 +249,10 @@ class PrefillWorker:
         if unwanted is None and job.result is not None:
             return job.result
         sending = job.sender.error  # why the model was told to stop, if it was not for us
-        job.sender.abort("the request has ended")  # from here on no view of the paged KV is in use
         if job.result is not None:
-            job.result.sequence.release()
+            _let_go(job.sender, job.result.sequence)
+        else:
+            job.sender.abort(_OVER)
         if unwanted is None and self._draining:
             raise OverloadedError("this prefill worker is shutting down")
         raise unwanted or sending or job.error or KVFerryError("prefill ended without a result")
@@ -283,3 +284,11 @@ class PrefillWorker:
         namespace = self._engine.store.namespace(self._engine.spec, message.scope, takes_lossy=takes_lossy)
         deadline = deadline_in(_SAVE_TIMEOUT_S)
         save_blocks(namespace, result.sequence, keys, deadline=deadline, lossy=result.lossy)
+
+
+def _let_go(sender: LayerSender | PageSender, sequence: Sequence) -> None:
+    """End a stream, unless it has been finished: no page of the sequence is in use then, and they go back."""
+    if sender.abort(_OVER) is False:
+        sequence.leave_behind()
+        log.error("a device still reads pages of a stream that has ended; they stay taken")
+    sequence.release()
