@@ -172,8 +172,9 @@ def _chosen(store: TieredStore, request: _OfNamespaces) -> list[TierNamespace]:
     if request.namespace is not None and len(chosen) > 1:
         raise RequestError(f"{request.namespace} begins several namespaces: {_named(chosen)}")
     if not chosen and (request.namespace is not None or request.model is not None):
-        what = " of model ".join(filter(None, (request.namespace or "none", request.model)))
-        raise RequestError(f"there is no namespace {what}; there are: {_named(spaces) or 'none'}")
+        what = f" {request.namespace}" if request.namespace is not None else ""
+        what += f" of model {request.model}" if request.model is not None else ""
+        raise RequestError(f"there is no namespace{what}; there are: {_named(spaces) or 'none'}")
     return chosen
 
 

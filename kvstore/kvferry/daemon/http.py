@@ -306,9 +306,12 @@ class DaemonHttp:
         caller = caller_of(request.headers.get("authorization", ""), self._token, self._daemon.tenants)
         if caller is not None:
             return caller
-        peer = _peer(request)
-        self._limiter.log(logging.WARNING, peer, "admin: %s shows no valid token", peer)
-        await asyncio.sleep(_WRONG_TOKEN_S)  # slows down who tries them one by one
+        if (
+            "authorization" in request.headers or request.method == "POST"
+        ):  # not who only looks, and asks anew
+            peer = _peer(request)
+            self._limiter.log(logging.WARNING, peer, "admin: %s shows no valid token", peer)
+            await asyncio.sleep(_WRONG_TOKEN_S)  # slows down who tries them one by one
         remedy = "the one in daemon.token_file" if self._token.given else "daemon.token_file is none"
         raise HTTPException(401, f"this needs Authorization: Bearer TOKEN; {remedy}")
 

@@ -58,7 +58,10 @@ def _shown(capsys: pytest.CaptureFixture[str], port: Port) -> str:
 
 
 def test_the_port_shows_a_tenant_nothing_of_others(
-    site: Site, ports: Callable[[bytes | None], Port], capsys: pytest.CaptureFixture[str]
+    site: Site,
+    ports: Callable[[bytes | None], Port],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     admin, plain = site.token("a", "read", "admin"), site.token("a")
     writers = {name: site.token(name) for name in ("a", "b")}
@@ -73,7 +76,9 @@ def test_the_port_shows_a_tenant_nothing_of_others(
             shown = {} if nobody is ports(None) else {"authorization": f"Bearer {plain.decode()}"}
             with pytest.raises(RequestError, match="401"):
                 nobody.ask("GET", path, headers=shown)
+    caplog.clear()
     assert {one.name for one in operator.status().tenants} == {"a", "b"}
+    assert "shows no valid token" not in caplog.text, "the command asks without a token first"
     assert b"of-b" not in operator.ask("GET", "/metrics", headers=operator._authorization())
     assert _shown(capsys, ports(b"operator-s-own-token")).count("tenant") > 1
     own = ports(admin).status()

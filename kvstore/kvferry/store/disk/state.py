@@ -207,7 +207,7 @@ class DiskState:
     def shrink(self) -> int:
         """Evict what is above the capacity, which was lowered; bytes above it that may not go now."""
         while (above := self.index.used_nbytes - self.index.capacity_nbytes) > 0:
-            victims = self.index.evict(above)
+            victims = self.index.evict(-(-above // 8))  # not all at once: folders that fall empty count, too
             if victims is None:
                 return above
             for entry in victims:
