@@ -20,7 +20,7 @@ from kvferry.core.errors import ConfigError
 
 __all__ = ["ABI", "Native", "load", "native"]
 
-ABI: Final = 7
+ABI: Final = 8
 """Version of the functions and their arguments; a library of another one is not used."""
 _VARIABLE: Final = "KVFERRY_NATIVE"
 _NAME: Final = "libkvferry_native.so"

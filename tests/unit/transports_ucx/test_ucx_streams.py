@@ -107,22 +107,50 @@ def test_matching_views_are_filled_without_a_copy(
     assert np.array_equal(data, received)
 
 
+@pytest.mark.parametrize("long", ["_out", "_in", "both"])
+def test_the_other_end_does_not_see_which_way_is_taken(
+    pool: ThreadPoolExecutor, meet: Meet, monkeypatch: pytest.MonkeyPatch, *, long: str
+) -> None:
+    def send_all(parts: list[memoryview], most: int) -> None:
+        for first in range(0, len(parts), most):
+            one.send(parts[first : first + most], soon())
+
+    sizes = [100, 9000, 3000, 5 * MIB, 70_000, *[30_000] * 40, 20_000, 1, 4 * MIB + 65_537, 200]
+    asked = [64, 9036, 3000, 5 * MIB + 70_000, *[30_000] * 40, 20_001, 4 * MIB, 65_737]
+    data, received = random_bytes(sum(sizes)), np.zeros(sum(sizes), np.uint8)
+    with meet(SHM) as (one, other):
+        move(pool, (one, other))
+        for end, half in ((one, "_out"), (other, "_in")):
+            if long in (half, "both"):
+                monkeypatch.setattr(getattr(end, half), "_short", None)
+        for most in (7, 100):
+            received[:] = 0
+            left, views = pieces(data, sizes), pieces(received, asked)
+            sending = pool.submit(send_all, left, most)
+            while views:
+                other.recv_into(views[:3], soon())
+                views = views[3:]
+            sending.result(30)
+            assert np.array_equal(received, data)
+
+
 def test_parts_side_by_side_are_few_messages(
     pool: ThreadPoolExecutor, meet: Meet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    send = Lane.send
+    scatter = Lane.scatter
 
-    def counted(lane: Lane, endpoint: int, views: Sequence[memoryview], *args: Any) -> None:
+    def counted(lane: Lane, views: Sequence[memoryview], *args: Any) -> None:
         sent.append(len(views))
-        send(lane, endpoint, views, *args)
+        scatter(lane, views, *args)
 
     data = random_bytes(40 * 65_536)
     received = page_aligned(len(data) + 40 * 64)
     places = [received[i * 65_600 : i * 65_600 + 65_536] for i in range(40)]  # apart
     with meet(SHM) as (one, other):
         move(pool, (one, other))
-        monkeypatch.setattr(Lane, "send", counted)
+        monkeypatch.setattr(other._in, "_short", None)  # the long way tells of each message
+        monkeypatch.setattr(Lane, "scatter", counted)
         sending = pool.submit(one.send, pieces(data, [65_536] * 40), soon())
         other.recv_into(places, soon())
         sending.result(30)

@@ -6,6 +6,7 @@
 #include "kvc.h"
 #include "pages.h"
 #include "stream.h"
+#include "ucx.h"
 
 #include <stdlib.h>
 
@@ -173,6 +174,20 @@ KVC_EXPORT PyObject *kvc_channel_make(PyObject *of) {
         {"progress", call_progress, PY_FASTCALL, NULL},   {"looked", call_looked, PY_FASTCALL, NULL},
     };
     return channel_make(of, methods, sizeof methods / sizeof *methods);
+}
+
+// The short ways of a connection over UCX, likewise; see ucx.h.
+#define UCX_CALL(function, call) \
+    static PyObject *function(PyObject *self, PyObject *const *args, ssize_t count) { \
+        kvc_ucx *u = PyCapsule_GetPointer(self, ucx_name); \
+        return u && count == 4 ? call(u, args) : channel_none(); \
+    }
+UCX_CALL(call_ucx_send, ucx_send)
+UCX_CALL(call_ucx_receive, ucx_receive)
+
+KVC_EXPORT PyObject *kvc_ucx_make(PyObject *of) {
+    static PyMethodDef methods[] = {{"send", call_ucx_send, PY_FASTCALL, NULL}, {"receive", call_ucx_receive, PY_FASTCALL, NULL}};
+    return ucx_make(of, methods, sizeof methods / sizeof *methods);
 }
 
 KVC_EXPORT size_t kvc_file_nbytes(void) { return sizeof(kvc_file); }

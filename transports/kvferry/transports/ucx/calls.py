@@ -25,6 +25,10 @@ _NO_OPTIONS: Final = ctypes.create_string_buffer(_PARAM_NBYTES)
 # the mask (UCP_OP_ATTR_FIELD_DATATYPE), flags, request, callback, and as the datatype UCP_DATATYPE_IOV
 _SCATTERED: Final = ctypes.create_string_buffer(struct.pack("=IIQQQ", 1 << 3, 0, 0, 0, 2), _PARAM_NBYTES)
 _WHOLE_TAG: Final = 2**64 - 1
+_SHORT: Final = (
+    *("ucp_tag_send_nbx", "ucp_tag_recv_nbx", "ucp_tag_probe_nb", "ucp_worker_progress"),
+    *("ucp_request_check_status", "ucp_request_free", "ucp_worker_arm", "ucp_worker_flush_nbx"),
+)
 _PAST_POINTERS: Final = 1 << 64
 _FIRST_ERROR: Final = _PAST_POINTERS - 100  # of the values of a pointer that are errors; UCS_ERR_LAST
 # statuses that mean that the other end, or the way to it, is gone: unreachable, cancelled, timed out,
@@ -62,6 +66,7 @@ class Calls:
         flush: ``(worker)``: start to hand over what it holds back: a handle, 0, or a negative error.
         destroy: Ends a worker.
         text: What an error is called.
+        addresses: Of the functions that the native library calls, in the order of ``ucx.h``.
     """
 
     send: Callable[[int, int, int, int], int]
@@ -73,6 +78,7 @@ class Calls:
     flush: Callable[[int], int]
     destroy: Callable[[int], None]
     text: Callable[[int], bytes]
+    addresses: tuple[int, ...]
 
 
 def load_calls() -> Calls:
@@ -122,4 +128,5 @@ def load_calls() -> Calls:
         flush=flush,
         destroy=of(ucp, "ucp_worker_destroy", None, pointer),
         text=of(ucs, "ucs_status_string", ctypes.c_char_p, ctypes.c_int8),
+        addresses=tuple(ctypes.cast(getattr(ucp, name), pointer).value or 0 for name in _SHORT),
     )

@@ -66,14 +66,15 @@ class UcxConnection(Connection):
 
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`. Host memory only."""
-        views = [view for part in parts if len(view := _host_view(part))]
         self._control.enter()
         try:
             with self._sending:
                 self._check(deadline, "sending")
                 if self._in.lane is not None:
                     self._out.expect_answers()
-                if views:
+                if self._out.send_short(parts, deadline):
+                    return
+                if views := [view for part in parts if len(view := _host_view(part))]:
                     self._out.send(views, deadline)
         finally:
             self._control.leave()

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from kvferry.transports.ucx.frames import (
 )
 from kvferry.transports.ucx.lane import LOOK_EVERY, WINDOW, Lane
 from kvferry.transports.ucx.settings import Options
+from kvferry.transports.ucx.short import ShortWay
 from kvferry.transports.ucx.target import Slot, Target
 
 __all__ = ["Incoming"]
@@ -41,6 +42,8 @@ _MAX_BOUNCE_NBYTES: Final = 64 << 20
 _ROUNDS: Final = 8  # looks for messages to one look at the socket
 _RECEIVING: Final = "receiving"
 _NOTHING: Final = memoryview(b"")
+_Found: TypeAlias = "int | tuple[int, int, int, int, int] | None"
+_STATUS, _HANDLE = 0, 3  # of what a short way leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Incoming:
         self._error_handling = error_handling
         self._eager = eager
         self._lane: Lane | None = None
+        self._short: ShortWay | None = None
         self._header = memoryview(bytearray(HEADER_NBYTES))
         self._position = 0  # of the next byte that has no place yet
         self._plain = 0  # bytes of a frame that are next, and still in the socket
@@ -100,13 +104,18 @@ class Incoming:
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """Fill ``views``."""
-        target = Target(views)
-        self._fill(target, target.wanted, deadline, guess=not self._eager)
+        found = self._receive_short(views, 0, deadline)
+        if type(found) is not int:
+            target = Target(views)
+            self._fill(target, target.wanted, deadline, found, guess=not self._eager)
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """Fill ``minimum`` bytes of ``view``, and more with what is left of a small message."""
+        found = self._receive_short((view,), minimum, deadline) if minimum else None
+        if type(found) is int:
+            return found
         target = Target([view])
-        self._fill(target, minimum, deadline, guess=False)
+        self._fill(target, minimum, deadline, found, guess=False)
         return target.got
 
     def ready(self) -> bool:
@@ -124,22 +133,58 @@ class Incoming:
         """End the lane; nobody is receiving."""
         if self._lane is not None:
             self._lane.destroy()
-            self._lane = None
+            self._lane = self._short = None
         self._broken = self._broken or "it was closed"
 
     # -- one call --------------------------------------------------------------------------------------
 
-    def _fill(self, target: Target, minimum: int, deadline: float, *, guess: bool) -> None:
+    def _receive_short(self, views: Sequence[memoryview], least: int, deadline: float) -> _Found:
+        """What is there already is for the long way, and so is what the short way leaves."""
+        short = self._short
+        if short is None or self._held or self._plain or self._early or self._ended or self._unproven:
+            return None
+        self._in_flight = True
+        try:
+            found = short.receive(views, self._position, least, deadline)
+            if type(found) is int:
+                self._position += found
+            self._in_flight = type(found) is tuple and bool(found[_STATUS] or found[_HANDLE])
+        except BaseException as error:
+            self._recover(error)
+            raise
+        return found
+
+    def _take_over(self, target: Target, found: tuple[int, int, int, int, int], deadline: float) -> None:
+        """Go on with what a short way left."""
+        lane, (status, got, unproven, handle, nbytes) = self._lane, found
+        assert lane is not None
+        self._position += got
+        target.fill(got)
+        self._unproven = bool(unproven)
+        if status:
+            raise lane.failure(status, _RECEIVING)
+        if handle:
+            lane.post(handle, (self._short, target))
+            self._complete(lane, deadline)
+            self._in_flight = False
+            self._position += nbytes
+            target.fill(nbytes)
+
+    def _fill(
+        self, target: Target, minimum: int, deadline: float, found: _Found = None, *, guess: bool
+    ) -> None:
         if self._broken:
             raise ConnectionClosedError(f"{self._control.name} receives no more: {self._broken}")
         try:
+            if type(found) is tuple:
+                self._take_over(target, found, deadline)
             spare = target.wanted - minimum
             while target.left > spare:
                 self._step(target, spare, deadline, guess=guess)
             if self._unproven:
                 self._prove(deadline)
         except BaseException as error:
-            self._recover(error, target)
+            self._recover(error, posted=any(slot.request is not None for slot in target.slots))
             if isinstance(error, ConnectionClosedError):
                 who = "was closed here" if self._control.closed else "was ended by the peer"
                 text = f"{self._control.name} {who} after {target.got} of {minimum} bytes"
@@ -149,17 +194,16 @@ class Incoming:
                 raise TransferTimeoutError(text) from error
             raise
 
-    def _recover(self, error: BaseException, target: Target) -> None:
+    def _recover(self, error: BaseException, *, posted: bool = False) -> None:
         """Let nothing come into the views any more.
 
         What was posted cannot be told from what has begun to come, so it ends with the lane.
         """
-        posted = self._in_flight or any(slot.request is not None for slot in target.slots)
-        if posted or self._unproven or self._reading:
+        if posted or self._in_flight or self._unproven or self._reading:
             self._broken = str(error) or type(error).__name__
             if self._lane is not None:
                 self._lane.destroy()
-                self._lane = None
+                self._lane = self._short = None
 
     def _step(self, target: Target, spare: int, deadline: float, *, guess: bool) -> None:
         if self._held:
@@ -396,3 +440,5 @@ class Incoming:
         lane.send(endpoint, [hello], address_of(hello), len(hello), HELLO_TAG, "answering the peer")
         lane.drive(0, deadline, "answering the peer")
         lane.settle(deadline)
+        if self._eager:
+            self._short = lane.short_way(self._options.inline_nbytes)

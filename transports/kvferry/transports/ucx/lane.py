@@ -23,6 +23,7 @@ from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.control import ControlSocket
 from kvferry.transports.ucx.frames import HELLO_TAG, POSITION_MASK, message_tag
 from kvferry.transports.ucx.library import Library, Worker
+from kvferry.transports.ucx.short import ShortWay
 from kvferry.transports.ucx.target import Slot
 
 __all__ = ["LOOK_EVERY", "WINDOW", "Lane"]
@@ -99,6 +100,12 @@ class Lane:
                 f"{self._control.name}: UCX finds no way to the peer: {error}; compare UCX_TLS and "
                 "UCX_NET_DEVICES of both sides (kvferry doctor shows them)"
             ) from error
+
+    def short_way(self, inline_nbytes: int, endpoint: int = 0) -> ShortWay | None:
+        """What does all of a burst, or of a receive, in one call, as long as the lane is there."""
+        descriptors = (self._epoll, self._control_fd)
+        calls = self._calls.addresses
+        return ShortWay.of(calls, self._handle, endpoint, descriptors, inline_nbytes, self._spin_s)
 
     # -- sending ---------------------------------------------------------------------------------------
 

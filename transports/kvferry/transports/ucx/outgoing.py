@@ -32,6 +32,7 @@ from kvferry.transports.ucx.frames import (
 )
 from kvferry.transports.ucx.lane import WINDOW, Lane
 from kvferry.transports.ucx.settings import Options
+from kvferry.transports.ucx.short import ShortWay
 
 __all__ = ["Outgoing"]
 
@@ -158,6 +159,7 @@ class Outgoing:
         self._eager = eager
         self._lane: Lane | None = None
         self._endpoint: int | None = None
+        self._short: ShortWay | None = None
         self._answer: memoryview | None = None  # to be, once the peer was told of the lane
         self._wanted = False  # a lane for small messages
         self._declined = False  # it could not be made
@@ -186,6 +188,44 @@ class Outgoing:
             self._give_up(error)
             raise
 
+    def send_short(self, parts: Sequence[Buf], deadline: float) -> bool:
+        """Send ``parts`` in one call, where all of them are messages; whether that was done."""
+        if self._short is None:
+            return False
+        with self._lock:
+            self._exposed = True
+        try:
+            found = self._short.send(parts, self._position, deadline, 0)
+            if type(found) is tuple:
+                found = self._go_on(self._short, parts, found, deadline)
+            if type(found) is int:
+                self._position += found
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        with self._lock:
+            self._exposed = False
+            if self._retracted:
+                raise ConnectionClosedError(f"{self._control.name} was closed here while sending")
+        return found is not None
+
+    def _go_on(
+        self, short: ShortWay, parts: Sequence[Buf], found: int | tuple[int, ...] | None, deadline: float
+    ) -> int | None:
+        """What a short way left: wait for what is under way, and send the rest."""
+        lane, doing = self._lane, f"sending {len(parts)} parts"
+        assert lane is not None
+        while type(found) is tuple:
+            status, posted, *handles = found
+            for handle in handles:
+                lane.post(handle, parts)
+            if status:
+                raise lane.failure(status, doing)
+            lane.drive(0, deadline, doing)
+            found = short.send(parts, self._position, deadline, posted)
+        assert not isinstance(found, tuple)
+        return found
+
     def cancel(self) -> None:
         """Tell the peer that what it may be reading is not to be trusted, if it may be reading."""
         with self._lock:
@@ -202,7 +242,7 @@ class Outgoing:
         """End the lane; nobody is sending."""
         if self._lane is not None:
             self._lane.destroy()
-            self._lane = self._endpoint = None
+            self._lane = self._endpoint = self._short = None
         self._broken = self._broken or "it was closed"
 
     # -- small messages --------------------------------------------------------------------------------
@@ -305,6 +345,8 @@ class Outgoing:
         sealed = self._answer[LENGTH.size : LENGTH.size + nbytes].tobytes()
         there = open_address(self._key, sealed, self._control.name)
         self._endpoint = lane.endpoint(there, error_handling=self._error_handling)
+        if self._eager:
+            self._short = lane.short_way(self._options.inline_nbytes, self._endpoint)
         return lane, self._endpoint
 
     def _begin_opening(self, deadline: float) -> Lane:
@@ -329,4 +371,4 @@ class Outgoing:
         self._broken = str(error) or type(error).__name__
         if self._lane is not None:
             self._lane.destroy()
-            self._lane = self._endpoint = None
+            self._lane = self._endpoint = self._short = None
