@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.core.errors import CapacityError
+from kvferry.core.errors import CapacityError, ConfigError
 from kvferry.device.base import Device
 from kvferry.device.cpu import CpuDevice
 from kvferry.device.registry import open_device
@@ -55,3 +55,11 @@ def test_a_device_without_the_room_is_said_with_the_remedy() -> None:
     with pytest.raises(CapacityError, match=r"tier far: it takes 64 MiB .* 1 MiB are free: lower its"):
         DeviceTier("far", options, device)
     device.close()
+
+
+def test_a_device_that_is_not_there_is_said_with_the_tier_and_the_remedy() -> None:
+    options = {"device": "tpu:0", "capacity": "1MiB"}
+    with pytest.raises(
+        ConfigError, match=r"tier far: its device cannot be had: .*tpu.*; everything else works"
+    ):
+        DeviceTier.from_options("far", options)

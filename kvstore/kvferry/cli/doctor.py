@@ -44,7 +44,7 @@ def doctor(*, config: ConfigFile = None, sets: Sets = None, as_json: Json = Fals
 
 def _probes(config: Config) -> list[tuple[str, str, Probe]]:
     from kvferry.core.diagnosis_host import host_probes
-    from kvferry.device.diagnosis import device_probes
+    from kvferry.device.diagnosis import configured_device_probe, device_probes
     from kvferry.store.diagnosis import tier_probes
     from kvferry.streaming.diagnosis import codec_probe
     from kvferry.transports.diagnosis import address_probe, transport_probes
@@ -71,10 +71,20 @@ def _probes(config: Config) -> list[tuple[str, str, Probe]]:
         *device_probes(),
         *host,
         *tier_probes(store.tiers),
+        *(configured_device_probe(option, name) for option, name in _devices(config)),
         codec_probe(config.stream.codec, allow_lossy=config.stream.allow_lossy),
         *(_listen_probe(option, url, config) for option, url in listens if url is not None),
         *(address_probe(option, url, listens=False) for option, url in dials),
     ]
+
+
+def _devices(config: Config) -> list[tuple[str, str]]:
+    """The devices that are asked for, each with what asks for it."""
+    found = [(f"store.tiers: {tier.name or tier.kind}.device", tier.options.get("device"))
+             for tier in config.store.tiers if tier.kind == "device"]  # fmt: skip
+    if config.model.device != "cpu":
+        found.append(("model.device", config.model.device))
+    return [(option, name) for option, name in found if isinstance(name, str)]
 
 
 def _listen_probe(option: str, url: str, config: Config) -> tuple[str, str, Probe]:

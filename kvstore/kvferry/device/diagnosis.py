@@ -7,16 +7,20 @@ a device that the PCI bus shows may be missing; that is told apart from a machin
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from kvferry.core.diagnosis import Finding, Probe
+from kvferry.core.install_hint import install_hint
 from kvferry.core.units import format_nbytes
+from kvferry.device.registry import DEVICES
 
-__all__ = ["device_probes"]
+__all__ = ["configured_device_probe", "device_probes"]
 
 _PCI: Final = Path("/sys/bus/pci/devices")
 _GPU_CLASSES: Final = ("0x0300", "0x0302", "0x0380", "0x1200")  # displays, 3D, accelerators
@@ -63,6 +67,71 @@ _VENDORS: Final = (
 def device_probes() -> list[tuple[str, str, Probe]]:
     """A probe a kind of device."""
     return [("devices", one.kind, partial(_look, one)) for one in _VENDORS]
+
+
+def configured_device_probe(option: str, name: str) -> tuple[str, str, Probe]:
+    """A probe of a device that the configuration asks for; torch is not loaded for it, which takes too long.
+
+    Args:
+        option: What asks for it.
+        name: Of the device.
+    """
+
+    def look() -> Iterator[Finding]:
+        why, lacking = f"the configuration asks for it ({option})", _lacking(name)
+        if not lacking:
+            yield Finding("tiers", option, f"{name}: torch and the driver are there", why=why)
+            return
+        remedy = f"do what it says, or {option}=cpu; all that needs no device works"
+        yield Finding("tiers", option, f"{name}: {lacking}", "fail", why, remedy)
+
+    return "tiers", option, look
+
+
+def _lacking(name: str) -> str:
+    """What a device needs and is not there, with the remedy; empty: nothing."""
+    kind, _, number = name.partition(":")
+    vendor = next((one for one in _VENDORS if one.kind == kind), None)
+    if vendor is None:
+        return "" if kind in DEVICES.names() else f"there is no such device; there are {DEVICES.names()}"
+    torch = _version("torch")
+    if torch is None:
+        return f"torch is not installed: {install_hint('torch')}"
+    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < (2, 7):
+        return f"torch {torch}, 2.7 or newer is needed"
+    if kind == "musa":
+        musa = _version("torch_musa")
+        if musa is None:
+            return (
+                f"torch_musa is not installed; install that of torch {torch}, which comes with the MUSA SDK"
+            )
+        if _base(musa) != _base(torch):
+            return f"torch_musa {musa} beside torch {torch}: install both of one version"
+    elif torch.endswith("+cpu"):
+        return f"torch {torch} is built for the CPU: install its CUDA build"
+    return _lacking_driver(vendor, int(number) if number.isdecimal() else 0)
+
+
+def _lacking_driver(vendor: _Vendor, number: int) -> str:
+    try:
+        library: Any = importlib.import_module(vendor.module)
+        library.nvmlInit()
+        count = int(library.nvmlDeviceGetCount())
+        library.nvmlShutdown()
+    except Exception as error:  # noqa: BLE001 - the library's own classes
+        return f"the driver does not answer ({error}): {vendor.driver}"
+    return "" if number < count else f"the driver has {count} such devices; {vendor.container}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _base(version: str) -> list[str]:
+    return re.findall(r"\d+", version)[:3]
 
 
 def _look(vendor: _Vendor) -> Iterator[Finding]:

@@ -114,3 +114,31 @@ def test_the_real_libraries_never_raise(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
     for kind in _KINDS:
         assert _found(kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "versions", "text"),
+    [
+        ("cpu", {}, ""),
+        ("tpu:0", {}, "there is no such device"),
+        ("musa:0", {}, "torch is not installed"),
+        ("musa:0", {"torch": "2.6.0"}, "torch 2.6.0, 2.7 or newer is needed"),
+        ("musa:0", {"torch": "2.9.1"}, "torch_musa is not installed; install that of torch 2.9.1"),
+        ("musa:0", {"torch": "2.9.1", "torch_musa": "2.7.1"}, "torch_musa 2.7.1 beside torch 2.9.1"),
+        ("cuda:0", {"torch": "2.9.1+cpu"}, "torch 2.9.1+cpu is built for the CPU"),
+        ("cuda:0", {"torch": "2.9.1"}, "the driver does not answer (no libx.so)"),
+        ("musa:2", {"torch": "2.9.1", "torch_musa": "2.9.1.post2"}, "the driver has 2 such devices"),
+        ("musa:1", {"torch": "2.9.1", "torch_musa": "2.9.1.post2"}, ""),
+    ],
+)
+def test_what_a_configured_device_lacks_is_said_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, name: str, versions: dict[str, str], text: str
+) -> None:
+    monkeypatch.setattr(diagnosis, "_version", versions.get)
+    _library(monkeypatch, "pymtml", 2)
+    _library(monkeypatch, "pynvml", 0, OSError("no libx.so"))
+    _, _, probe = diagnosis.configured_device_probe("model.device", name)
+    (found,) = probe()
+    assert found.level == ("fail" if text else "ok")
+    assert text in found.value
+    assert not text or "model.device=cpu" in found.remedy

@@ -90,7 +90,7 @@ class DeviceTier(Tier):
 
     def __init__(self, name: str, options: DeviceTierOptions, device: Device | None = None) -> None:
         self.name, self.options = name, options
-        self.device = device or open_device(options.device)
+        self.device = device or _opened(name, options.device)
         nbytes = options.num_pages * options.page_nbytes
         try:
             self.memory = self.device.empty(nbytes)
@@ -416,3 +416,12 @@ class DeviceTier(Tier):
     def _require(self, namespace: TierNamespace) -> None:
         if namespace not in self._spaces:
             raise ConfigError(f"tier {self.name}: namespace {namespace.namespace_id[:8].hex()}… is not open")
+
+
+def _opened(tier: str, device: str) -> Device:
+    try:
+        return open_device(device)
+    except (ConfigError, DeviceError) as error:
+        raise ConfigError(
+            f"tier {tier}: its device cannot be had: {error}; everything else works without the tier"
+        ) from error
