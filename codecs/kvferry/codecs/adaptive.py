@@ -50,10 +50,10 @@ _DOUBTS: Final = 2.0
 _DOUBTS_GROW_S: Final = 1.0
 """Traffic behind which they are twice as many, since things change: what was slow once is tried again."""
 _DISTURBED_S: Final = 1.0
-_TRIALS_SHARE: Final = 0.02
+_TRIALS_SHARE: Final = 0.01
 """Of the time, which trials that fail may cost."""
 _TRIAL_ENDS_S: Final = 0.005
-_LONGEST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 2.0
 _OTHER_LINK: Final = 2.0
 _FAR_FROM_CORES: Final = 3.0
 """A pipeline that takes so many times what encoding and decoding take is surely limited by the link."""
@@ -96,7 +96,7 @@ class AdaptiveChoice:
     the traffic in between, so what was slow by little is tried again soon, what was slow by much late, and
     each trial adds to what is known. One that was never in use is expected to cost as much more than its
     formula says as the best of the others did. No trial follows before what the last one lost against raw is
-    a fiftieth of the traffic since (a second of it at most): meanwhile only what has proven itself is used.
+    a hundredth of the traffic since (2 s of it at most): meanwhile only what has proven itself is used.
 
     While a pipeline is in use, some pieces go raw once a second of traffic, first after 0.2 and 0.6 s: what
     the link itself carries is seen in no other way. Ever later, up to 5 s, where the pipeline costs

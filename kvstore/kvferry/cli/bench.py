@@ -60,6 +60,11 @@ PeerUrl = Annotated[
 ServeUrl = Annotated[
     Text, typer.Option(metavar="URL", help="Be that peer, until stopped, as on tcp://0.0.0.0:8470.")
 ]
+Rates = Annotated[Text, typer.Option(metavar="RATE;…", help="Links of adaptive. [default: 50MB/s;…;4GB/s]")]
+KeptTokens = Annotated[
+    Number,
+    typer.Option(min=0, help="First tokens that lossy ones leave alone, as on links; 0: tiers. [default: 4]"),
+]
 TierCodec = Annotated[
     Text,
     typer.Option(
@@ -303,10 +308,9 @@ def codec(
             help="Only one of both, or what a link of some rate chooses by itself beside each fixed codec.",
         ),
     ] = None,
-    rates: Annotated[
-        Text, typer.Option(metavar="RATE;…", help="Links of adaptive. [default: 50MB/s;…;4GB/s]")
-    ] = None,
+    rates: Rates = None,
     layers: Annotated[Number, typer.Option(min=1, help="Layers of adaptive. [default: 64]")] = None,
+    kept_tokens: KeptTokens = None,
     walk: Walk = None,
     runs: Runs = 9,
     as_json: Json = False,
@@ -323,7 +327,7 @@ def codec(
     params = {
         "model": model, "text": "\0".join(text) if text else None, "texts": texts, "codecs": codecs,
         "tokens": tokens, "slice_tokens": slice_tokens, "threads": threads, "kernels": kernels, "only": only,
-        "walk": walk, "rates": rates, "layers": layers,
+        "walk": walk, "rates": rates, "layers": layers, "kept_tokens": kept_tokens,
     }  # fmt: skip
     _run("codec", Options(runs=runs, params=params), as_json=as_json)
 

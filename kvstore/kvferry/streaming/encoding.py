@@ -20,7 +20,7 @@ from kvferry.streaming.layout import StreamLayout
 from kvferry.wire import Channel
 from kvferry.wire.messages import EncodedAck, LayerAck
 
-__all__ = ["PartEncoder"]
+__all__ = ["KEPT_TOKENS", "PartEncoder"]
 
 _log = logging.getLogger(__name__)
 _CALL_NBYTES: Final = 1 << 20
@@ -31,7 +31,7 @@ _SETTLE: Final = 3
 """Pieces after a change of the pipeline that say nothing: they find the other one's work in their way."""
 _REPORT_S: Final = 0.002
 _TICK_S: Final = 1.0
-_KEPT_TOKENS: Final = 4
+KEPT_TOKENS: Final = 4
 """At the start of a prompt, which go as they are where a pipeline is lossy: they take much of every head's
 attention, whatever they say (attention sinks; after KVQuant), so an error of their keys is in every score."""
 _KEPT: Final = "as it is"
@@ -76,7 +76,7 @@ class PartEncoder:
         self._codec = link.codec
         self._choice: Choice = link.choice
         self._layout = layout
-        self._kept_blocks = -(-_KEPT_TOKENS // layout.spec.block_tokens)
+        self._kept_blocks = -(-KEPT_TOKENS // layout.spec.block_tokens)
         self._delivery: Delivery = EncodedDelivery(channel)
         self._changed = changed
         self._work = threading.Condition(lock)  # wakes the encoding thread alone

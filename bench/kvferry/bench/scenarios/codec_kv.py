@@ -60,6 +60,7 @@ class ModelKV:
     def __init__(self, path: Path, options: CodecOptions, progress: Progress) -> None:
         self.model = load_model(path, "float32")
         self.slice_tokens = options.slice_tokens
+        self.kept_tokens = min(options.kept_tokens, options.slice_tokens)
         config = self.model.config
         shape = (options.slice_tokens, config.num_kv_heads, config.head_dim)
         self.layer = LayerSpec(tuple(TensorSpec(name, shape, DType.BFLOAT16) for name in ("k", "v")))
@@ -99,6 +100,13 @@ class ModelKV:
         slices = np.zeros((len(found), self._slices, self.layer.nbytes), np.uint8)
         slices[:, :, : self.layer.data_nbytes] = np.stack(found)
         return slices
+
+    def keep_first(self, before: ByteArray, slices: ByteArray) -> None:
+        """Take the first tokens of a text from ``before``, as links leave them behind a lossy pipeline."""
+        half = self.layer.data_nbytes // 2
+        nbytes = half // self.slice_tokens * self.kept_tokens
+        for start in (0, half):
+            slices[:, 0, start : start + nbytes] = before[:, 0, start : start + nbytes]
 
     def put(self, text: TextKV, slices: ByteArray) -> None:
         """Replace the KV of ``text`` in its pages by that of ``slices``."""
