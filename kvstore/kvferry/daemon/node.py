@@ -8,13 +8,14 @@ import time
 import uuid
 from collections import Counter
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierError, UnknownPluginError
-from kvferry.core.process import listening
+from kvferry.core.process import listening, trim_heap
 from kvferry.daemon.checks import listen_urls, peer_token, require_other_peers, store_config
 from kvferry.daemon.credentials import credentials_path
 from kvferry.daemon.disks import require_disks, room_notes
@@ -39,6 +40,7 @@ __all__ = ["DEFAULT_TENANT", "Daemon"]
 log = logging.getLogger(__name__)
 
 _TICK_S: Final = 1.0
+_TRIM_TICKS: Final = 10
 _DRAIN_PAUSE_S: Final = 0.02
 
 
@@ -239,13 +241,17 @@ class Daemon:
 
     def _tick(self) -> None:
         """Once a second: end what is past its deadline or whose process is gone."""
-        while not self._closed.wait(_TICK_S):
+        for tick in count():
+            if self._closed.wait(_TICK_S):
+                return
             try:
                 for store in self.stores.values():
                     store.poll()
                     store.settle()
                 self.sessions.sweep()
                 self.tenants.cut_those_over()
+                if tick % _TRIM_TICKS == 0:
+                    trim_heap()
             except KVFerryError as error:
                 log.warning("the daemon's tick failed: %s", error)
             except Exception:
