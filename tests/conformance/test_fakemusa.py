@@ -59,7 +59,7 @@ _on_fake_musa = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 def _pytest(*arguments: str, mutation: str = "") -> subprocess.CompletedProcess[str]:
     paths = [str(_TESTS / "fakemusa"), *(p for p in sys.path if p)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "KVFERRY_MUTATION": mutation}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "FAKEMUSA_MUTATION": mutation}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutations", *arguments]

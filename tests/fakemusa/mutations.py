@@ -1,6 +1,6 @@
 """Faults for the copy engine and the pool, as a pytest plug-in: their tests must fail with each of them.
 
-``KVFERRY_MUTATION`` names one. They are the races that asynchronous copies of others have shipped with.
+``FAKEMUSA_MUTATION`` names one. They are the races that asynchronous copies of others have shipped with.
 """
 
 from __future__ import annotations
@@ -229,6 +229,6 @@ POOL_MUTATIONS: dict[str, Callable[[], None]] = {
     )
 }
 
-if name := os.environ.get("KVFERRY_MUTATION"):
+if name := os.environ.get("FAKEMUSA_MUTATION"):
     ample_s(3.0)
     (MUTATIONS | POOL_MUTATIONS)[name]()
