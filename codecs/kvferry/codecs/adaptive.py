@@ -356,7 +356,7 @@ class AdaptiveChoice:
         """What a pipeline costs in use says something of the link, and corrects what was predicted."""
         cost = candidate.flow.value
         on_link = cost - candidate.encode.value if self._cores < 2 else cost
-        if candidate.flow.windows >= _SURE_WINDOWS:  # some may be bursts
+        if candidate.flow.windows >= _SURE_WINDOWS and on_link > 0:  # some may be bursts
             doubt = 1.0 + _DOUBTS * candidate.flow.doubt
             self._link.at_most(doubt * on_link / candidate.size)  # it carried as much, so it is no slower
         candidate.promised = self._formula(candidate)

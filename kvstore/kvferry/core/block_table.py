@@ -199,26 +199,30 @@ class BlockTable:
     def hold_all(self, blocks: Iterable[Block]) -> None:
         """:meth:`hold` each."""
         held = 0
-        for block in blocks:
-            if not block.stored:
-                self.hold(block)
-                continue
-            if not block.holds:
-                held += block.index.slot_nbytes
-            block.holds += 1
-        self.held_nbytes += held
+        try:
+            for block in blocks:
+                if not block.stored:
+                    self.hold(block)
+                    continue
+                if not block.holds:
+                    held += block.index.slot_nbytes
+                block.holds += 1
+        finally:  # also when a signal's handler raises
+            self.held_nbytes += held
 
     def drop_all(self, blocks: Iterable[Block]) -> None:
         """:meth:`drop` each."""
         released, held = self.policy.released, 0
-        for block in blocks:
-            if block.holds == 1 and block.stored:
-                block.holds = 0
-                held += block.index.slot_nbytes
-                released(block)
-            else:
-                self.drop(block)
-        self.held_nbytes -= held
+        try:
+            for block in blocks:
+                if block.holds == 1 and block.stored:
+                    block.holds = 0
+                    held += block.index.slot_nbytes
+                    released(block)
+                else:
+                    self.drop(block)
+        finally:
+            self.held_nbytes -= held
 
     def drop(self, block: Block) -> None:
         """End one :meth:`hold`."""

@@ -370,6 +370,8 @@ class MemoryStore:
         self, namespace: MemoryNamespace, parents: dict[BlockKey, BlockKey | None], count: int
     ) -> list[Slot] | None:
         """Slots, by evicting others, or else blocks of the same chain that are not lost by it."""
+        if not count:  # what is stored needs no room, also above a lowered capacity
+            return []
         if count * namespace.slot_nbytes <= self.arena.free_nbytes:  # without all that eviction takes
             slots = self.arena.allocate_many(count, namespace.block_nbytes)
             if slots is not None:

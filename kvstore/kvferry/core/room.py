@@ -47,7 +47,7 @@ def quota_shortage(
     """Why the session may not have so many slots, and whether the end of a write lease could change that."""
     needed = count * namespace.slot_nbytes
     held = pool.writes.session_nbytes(namespace.session)
-    if held + needed <= quota_nbytes:
+    if not count or held + needed <= quota_nbytes:  # none: a lowered quota does not refuse what is stored
         return None
     if namespace.slot_nbytes > pool.arena.capacity_nbytes:
         message = (

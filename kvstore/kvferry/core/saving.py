@@ -47,21 +47,20 @@ def save(
     """
     asked = store._below(namespace, parents, deadline)
     slots: list[Slot] = []
-    charged = False
+    charged = 0
     try:
         with store._lock:
             missing, slots, _ = store._take_slots(namespace, parents, asked, deadline)
             if not missing:
                 return 0
-            _charge(store, namespace, len(slots))
-            charged = True
+            charged = _charge(store, namespace, len(slots))
         store.arena.write(slots, map(sources.__getitem__, missing))
     except BaseException:
-        _give_back(store, namespace, slots, charged=charged)
+        _give_back(store, namespace, slots, charged)
         raise
     with store._lock:
         if not (store._closed or namespace.session.ended):
-            _charge(store, namespace, -len(slots))
+            store._pool.writes.charge(namespace.session.session_id, -charged)
             stored = store._pool.publish_new(
                 namespace.namespace_id, namespace.slot_nbytes, missing, slots,
                 takes_lossy=namespace.takes_lossy,
@@ -69,24 +68,28 @@ def save(
             store._cond.notify_all()
             store._stored(stored, deadline)
             return len(stored)
-    _give_back(store, namespace, slots)
+    _give_back(store, namespace, slots, charged)
     raise LeaseExpiredError(
         f"session {namespace.session.name} ended, or the store closed, during a save; nothing of it is kept"
     )
 
 
-def _charge(store: MemoryStore, namespace: MemoryNamespace, slots: int) -> None:
-    """Count slots without a lease against the session's quota, if that is less than there is anyway."""
-    if store.write_quota_nbytes < store.arena.capacity_nbytes:
-        store._pool.writes.charge(namespace.session.session_id, slots * namespace.slot_nbytes)
+def _charge(store: MemoryStore, namespace: MemoryNamespace, slots: int) -> int:
+    """Count slots without a lease against the session's quota, if that is less than there is anyway.
+
+    Returns:
+        The bytes counted, which are to be given back: by then the quota may be another.
+    """
+    if store.write_quota_nbytes >= store.arena.capacity_nbytes:
+        return 0
+    nbytes = slots * namespace.slot_nbytes
+    store._pool.writes.charge(namespace.session.session_id, nbytes)
+    return nbytes
 
 
-def _give_back(
-    store: MemoryStore, namespace: MemoryNamespace, slots: Sequence[Slot], *, charged: bool = True
-) -> None:
+def _give_back(store: MemoryStore, namespace: MemoryNamespace, slots: Sequence[Slot], charged: int) -> None:
     with store._lock:
-        if charged:
-            _charge(store, namespace, -len(slots))
+        store._pool.writes.charge(namespace.session.session_id, -charged)
         for slot in slots:
             store.arena.free(slot)
         store._cond.notify_all()

@@ -36,6 +36,7 @@ F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; not named by the fcntl module
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
 _GENERATION_NBYTES = 8
+_STAT_BLOCK_NBYTES = 512  # of st_blocks
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -252,7 +253,9 @@ class MappedSegment(_Views):
             self._verify(info, name, fd, nbytes)
         prot = _READ_WRITE if writable else mmap.PROT_READ
         flags = mmap.MAP_SHARED | _POPULATE
-        data = mmap.mmap(data_fd, info.nbytes, flags=flags, prot=prot)
+        full = os.fstat(data_fd).st_blocks * _STAT_BLOCK_NBYTES >= info.nbytes
+        # pages that its owner gave back to the system would be taken again
+        data = mmap.mmap(data_fd, info.nbytes, flags=flags if full else mmap.MAP_SHARED, prot=prot)
         table = mmap.mmap(generations_fd, table_nbytes, flags=flags, prot=mmap.PROT_READ)
         super().__init__(info, memoryview(data), memoryview(table).cast("Q"))
         self.writable = writable

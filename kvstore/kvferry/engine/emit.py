@@ -42,6 +42,9 @@ def _emit_pages(sender: PageSender) -> Emit:
     def emit(sequence: Sequence, layer: int, first_token: int, stop_token: int) -> None:
         kv = sequence.kv
         numbers = range(first_token // kv.block_tokens, -(-stop_token // kv.block_tokens))
-        sender.put_layer(layer, [(n, sequence.blocks[n]) for n in numbers], kv.pool.record())
+        event = kv.pool.record()
+        if event is None:  # the kernels are done, unless the pool has failed
+            kv.pool.require_open()
+        sender.put_layer(layer, [(n, sequence.blocks[n]) for n in numbers], event)
 
     return emit

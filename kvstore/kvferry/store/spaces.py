@@ -47,8 +47,9 @@ class Spaces:
 
         Their scope has no salt, since none is stored: only what goes by their id can be done with them.
         """
-        spaces = {space.namespace_id: space for level in self._levels for space in level.found_namespaces()}
-        return [s for name, s in spaces.items() if s.tenant == self._tenant and name not in self.by_id]
+        found = (space for level in self._levels for space in level.found_namespaces())
+        mine = {space.namespace_id: space for space in found if space.tenant == self._tenant}
+        return [space for name, space in mine.items() if name not in self.by_id]
 
     def adopt(self, space: TierNamespace) -> TierNamespace:
         """Tell the tiers of one of :meth:`found`; those that are other daemons only when it is used."""

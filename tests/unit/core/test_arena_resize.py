@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvferry.core.arena import Arena
+from kvferry.core.arena import Arena, ArenaMap
 from kvferry.core.buffers import PAGE_NBYTES as PAGE
 from kvferry.core.errors import CapacityError
 from kvferry.core.segments import Slot
@@ -68,3 +68,15 @@ def test_one_that_only_its_owner_writes_says_that_nothing_went_back() -> None:
     assert (arena.mapped_nbytes, resident_pages(arena)) == (8 * PAGE, 32)
     assert len(slots_of(arena, 8)) == 8
     assert arena.allocate(PAGE) is None
+
+
+def test_who_maps_what_was_given_back_does_not_take_it_again() -> None:
+    arena = Arena(512 * PAGE)
+    for slot in slots_of(arena, 512):
+        arena.free(slot)
+    assert arena.resize(16 * PAGE)
+    before = resident_pages(arena)
+    mapped = ArenaMap.from_fds(arena.layout(), arena.descriptors(), writable=True)
+    assert resident_pages(arena) == before <= 32
+    mapped.close()
+    arena.close()

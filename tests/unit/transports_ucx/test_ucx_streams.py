@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -396,3 +398,22 @@ def test_device_memory_is_refused_by_name(meet: Meet) -> None:
         pytest.raises(TypeError, match=r"OnDevice in CUDA memory .* pinned host memory"),
     ):
         one.send([part], soon())
+
+
+def test_a_signal_during_a_look_is_handled_then(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with meet(f"{SHM}&spin=10ms") as ends:
+        move(pool, ends)
+        before = signal.signal(signal.SIGALRM, interrupt)
+        kill = threading.Timer(0.005, signal.pthread_kill, (threading.get_ident(), signal.SIGALRM))
+        start = time.monotonic()
+        try:
+            kill.start()
+            with pytest.raises(KeyboardInterrupt):
+                ends[1].recv_into([memoryview(bytearray(8))], deadline_in(60))
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            kill.join()
+        assert time.monotonic() - start < 30, "the handler ran at the deadline"

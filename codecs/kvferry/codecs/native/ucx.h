@@ -29,7 +29,6 @@ typedef struct {
     unsigned (*progress)(void *worker);
     int8_t (*status)(void *request);
     void (*release)(void *request);
-    int8_t (*arm)(void *worker);
     void *(*flush)(void *worker, const void *param);
 } ucx_calls;
 
@@ -37,9 +36,9 @@ typedef struct {
 typedef struct {
     ucx_calls of;
     void *worker, *endpoint;
-    int epoll, socket;
+    int socket;
     uint64_t inline_nbytes; // smaller parts are no messages of their own
-    uint64_t spin_ns;       // how long to look for progress before sleeping
+    uint64_t spin_ns;       // how long to look for progress before Python sleeps
     uint8_t none[UCX_PARAM], scattered[UCX_PARAM]; // ucp_request_param_t: without options, and for several places
     struct iovec places[STREAM_PARTS + 1];         // ucp_dt_iov_t, of the message that is received
     uint8_t small[UCX_SMALL];                      // parts that are sent as one
@@ -70,7 +69,7 @@ static ucx_wait ucx_wait_until(double deadline, short events) {
     return (ucx_wait){.until = deadline < 1e9 ? (uint64_t)(deadline * 1e9) : INT64_MAX, .events = events};
 }
 
-// Make progress, or pass the time: a look for as long as `spin` allows, then sleep until there is an event.
+// Make progress, or look for it for as long as `spin` allows. To sleep is Python's: so are signals that came meanwhile.
 static int ucx_turn(kvc_ucx *u, ucx_wait *w) {
     w->rounds++;
     if (u->of.progress(u->worker)) {
@@ -80,15 +79,12 @@ static int ucx_turn(kvc_ucx *u, ucx_wait *w) {
     const uint64_t now = look_now();
     if (now >= w->until) return UCX_LEFT;
     if (!w->since) w->since = now;
-    const int looks = now - w->since < u->spin_ns;
-    if (looks && w->rounds % UCX_YIELD_EVERY == 0) sched_yield();
-    const int sleeps = !looks && !u->of.arm(u->worker); // else there is something to do, it says
-    if (!sleeps && w->rounds - w->polled < UCX_POLL_EVERY) return UCX_ON;
+    if (now - w->since >= u->spin_ns) return UCX_LEFT;
+    if (w->rounds % UCX_YIELD_EVERY == 0) sched_yield();
+    if (w->rounds - w->polled < UCX_POLL_EVERY) return UCX_ON;
     w->polled = w->rounds;
-    struct pollfd both[] = {{.fd = u->socket, .events = w->events}, {.fd = u->epoll, .events = POLLIN}};
-    const uint64_t left = (w->until - now) / 1000000;
-    const int found = poll(both, 2, !sleeps ? 0 : left > 3600000 ? 3600000 : (int)left + 1);
-    return found < 0 || both[0].revents ? UCX_LEFT : UCX_ON; // a signal is Python's
+    struct pollfd one = {.fd = u->socket, .events = w->events};
+    return poll(&one, 1, 0) < 0 || one.revents ? UCX_LEFT : UCX_ON;
 }
 
 // ---- sending ---------------------------------------------------------------------------------------------------------
@@ -326,21 +322,20 @@ static PyObject *ucx_receive(kvc_ucx *u, PyObject *const *args) {
 
 static void ucx_destroy(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, ucx_name)); }
 
-// From numbers (the functions; worker, endpoint or 0, epoll and socket descriptors, inline_nbytes, spin_ns): the functions in
+// From numbers (the functions; worker, endpoint or 0, descriptor of the socket, inline_nbytes, spin_ns): the functions in
 // `methods`, on one capsule, as a tuple. Operations may use its memory until their worker has ended.
 static PyObject *ucx_make(PyObject *of, PyMethodDef *methods, ssize_t count) {
     enum { CALLS = sizeof(ucx_calls) / sizeof(void *) };
     kvc_ucx *u = calloc(1, sizeof *u);
     if (!u) return channel_none();
-    uint64_t numbers[CALLS + 6];
-    for (int i = 0; i < CALLS + 6; i++) numbers[i] = channel_number(of, i);
+    uint64_t numbers[CALLS + 5];
+    for (int i = 0; i < CALLS + 5; i++) numbers[i] = channel_number(of, i);
     memcpy(&u->of, numbers, sizeof u->of);
     u->worker = (void *)(uintptr_t)numbers[CALLS];
     u->endpoint = (void *)(uintptr_t)numbers[CALLS + 1];
-    u->epoll = (int)numbers[CALLS + 2];
-    u->socket = (int)numbers[CALLS + 3];
-    u->inline_nbytes = numbers[CALLS + 4];
-    u->spin_ns = numbers[CALLS + 5];
+    u->socket = (int)numbers[CALLS + 2];
+    u->inline_nbytes = numbers[CALLS + 3];
+    u->spin_ns = numbers[CALLS + 4];
     // the mask (UCP_OP_ATTR_FIELD_DATATYPE), and as the datatype UCP_DATATYPE_IOV
     *(uint32_t *)u->scattered = 1 << 3;
     ((uint64_t *)u->scattered)[3] = 2;

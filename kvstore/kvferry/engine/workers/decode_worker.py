@@ -229,6 +229,7 @@ class DecodeWorker:
             complete_at = receiver.complete_at
             if landing is not None:
                 landing.wait(deadline)
+                receiver.close()  # checks that the views that were read until now were right
                 complete_at = time.monotonic()
             received = _Received(handoff, receiver.kv_nbytes, receiver.wire_s, complete_at)
         finally:

@@ -205,6 +205,12 @@ class DiskIndex:
             self.used_nbytes += entry.nbytes
             self._resist(entry)
 
+    @property
+    def resisting_nbytes(self) -> int:
+        """Bytes of files that could not be removed and are tried again: nobody's blocks, but on the disk."""
+        with self.lock:
+            return sum(entry.nbytes for entry in self._removals.resisting)
+
     def resisting(self) -> list[DiskEntry]:
         """Take all that could not be removed; the caller tries each again: see :meth:`rediscard`."""
         with self.lock:

@@ -206,19 +206,21 @@ class DiskState:
 
     def shrink(self) -> int:
         """Evict what is above the capacity, which was lowered; bytes above it that may not go now."""
-        while (above := self.index.used_nbytes - self.index.capacity_nbytes) > 0:
-            victims = self.index.evict(-(-above // 8))  # not all at once: folders that fall empty count, too
+        index = self.index
+        while (above := index.used_nbytes - index.resisting_nbytes - index.capacity_nbytes) > 0:
+            victims = index.evict(-(-above // 8))  # not all at once: folders that fall empty count, too
             if victims is None:
-                return above
+                break
             for entry in victims:
                 self.remove(entry)
-        return 0
+        return max(0, index.used_nbytes - index.capacity_nbytes)
 
     def go_on_shrinking(self) -> bool:
         """After a change of the capacity; whether something is left that was in use."""
         if self.is_shrinking:
             self.is_shrinking = False  # first: another change may come
-            self.is_shrinking |= self.shrink() > 0
+            if self.shrink() > 0:
+                self.is_shrinking = True
         return self.is_shrinking
 
     def remove_first(self, going: deque[DiskEntry]) -> None:

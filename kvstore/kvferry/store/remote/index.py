@@ -109,6 +109,7 @@ class RemoteIndex:
             if not self.capacity_nbytes and len(self._held) > _MOST_UNBOUNDED:
                 _, old = self._held.popitem(last=False)
                 self._used -= old.nbytes
+                self._note(False, old.name)  # from here on nobody would tell of its end
 
     def release(self, reserved_nbytes: int) -> None:
         """A write has ended without a block."""

@@ -27,7 +27,7 @@ _SCATTERED: Final = ctypes.create_string_buffer(struct.pack("=IIQQQ", 1 << 3, 0,
 _WHOLE_TAG: Final = 2**64 - 1
 _SHORT: Final = (
     *("ucp_tag_send_nbx", "ucp_tag_recv_nbx", "ucp_tag_probe_nb", "ucp_worker_progress"),
-    *("ucp_request_check_status", "ucp_request_free", "ucp_worker_arm", "ucp_worker_flush_nbx"),
+    *("ucp_request_check_status", "ucp_request_free", "ucp_worker_flush_nbx"),
 )
 _PAST_POINTERS: Final = 1 << 64
 _FIRST_ERROR: Final = _PAST_POINTERS - 100  # of the values of a pointer that are errors; UCS_ERR_LAST

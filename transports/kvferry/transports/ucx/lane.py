@@ -103,9 +103,8 @@ class Lane:
 
     def short_way(self, inline_nbytes: int, endpoint: int = 0) -> ShortWay | None:
         """What does all of a burst, or of a receive, in one call, as long as the lane is there."""
-        descriptors = (self._epoll, self._control_fd)
         calls = self._calls.addresses
-        return ShortWay.of(calls, self._handle, endpoint, descriptors, inline_nbytes, self._spin_s)
+        return ShortWay.of(calls, self._handle, endpoint, self._control_fd, inline_nbytes, self._spin_s)
 
     # -- sending ---------------------------------------------------------------------------------------
 

@@ -223,6 +223,10 @@ class Outgoing:
                 raise lane.failure(status, doing)
             lane.drive(0, deadline, doing)
             found = short.send(parts, self._position, deadline, posted)
+            if found is None:  # a part was changed meanwhile: what was posted cannot be taken back
+                raise TransportError(
+                    f"parts changed while {posted} bytes of them were on their way; leave them alone"
+                )
         assert not isinstance(found, tuple)
         return found
 

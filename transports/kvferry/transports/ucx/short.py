@@ -47,7 +47,7 @@ class ShortWay:
         calls: Sequence[int],
         worker: int,
         endpoint: int,
-        descriptors: tuple[int, int],
+        control_fd: int,
         inline_nbytes: int,
         spin_s: float,
     ) -> ShortWay | None:
@@ -57,14 +57,14 @@ class ShortWay:
             calls: Addresses of the functions that ``ucx.h`` names.
             worker: Its handle.
             endpoint: Where messages go; 0 for one that receives.
-            descriptors: Of the worker's events, and of the connection's socket.
+            control_fd: Descriptor of the connection's socket.
             inline_nbytes: Parts up to this size are no messages of their own.
             spin_s: How long to look for progress.
         """
         make = _maker()
         if make is None:
             return None
-        functions = make((*calls, worker, endpoint, *descriptors, inline_nbytes, round(spin_s * 1e9)))
+        functions = make((*calls, worker, endpoint, control_fd, inline_nbytes, round(spin_s * 1e9)))
         return None if functions is None else cls(functions)
 
 
