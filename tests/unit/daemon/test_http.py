@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -84,6 +86,77 @@ def test_metrics_are_clean_and_documented_both_ways(running: Running) -> None:
     assert {f.name for f in families} >= {name.removesuffix("_total") for name in named}
     assert 'kvferry_tier_hit_blocks_total{tenant="default",tier="dram"} 3.0' in text
     assert 'kvferry_daemon_request_seconds_count{verb="load"} 1.0' in text
+
+
+def samples(running: Running) -> dict[str, float]:
+    """Counters of one scrape by name and labels, without those of the scraping itself and of the process."""
+    families = text_string_to_metric_families(running.port.ask("GET", "/metrics").decode())
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for family in families
+        if family.type == "counter" and family.name.startswith("kvferry_") and "http" not in family.name
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+ASKED, HIT, SAVED = (
+    f"kvferry_store_{name}_blocks_total[('tenant', 'default')]" for name in ("lookup", "hit", "saved")
+)
+
+
+def test_c144_the_hit_rate_counts_what_was_asked_for(running: Running) -> None:
+    ns = running.client.namespace(SPEC)
+    keys = ns.keys([1] * 8 * SPEC.block_tokens)
+    save_blocks(ns, keys[:4])
+    for _ in range(10):
+        assert ns.lookup(keys).prefix == 4
+    with ns.load(keys[:4], deadline=deadline_in(20)) as lease:  # of known hits: it is no lookup
+        assert len(lease) == 4
+    wait_until(lambda: samples(running)[ASKED] == 80)
+    assert samples(running)[HIT] == 40
+
+
+def test_c145_counters_of_an_idle_daemon_stand_still(running: Running) -> None:
+    ns = running.client.namespace(SPEC)
+    keys = ns.keys([1] * 4 * SPEC.block_tokens)
+    save_blocks(ns, keys)
+    written = "kvferry_tier_writes_total[('outcome', 'stored'), ('tenant', 'default'), ('tier', 'disk')]"
+    wait_until(lambda: samples(running).get(written) == 4)  # the disk is written behind
+    requests = "kvferry_daemon_requests_total[('verb', 'lookup')]"
+
+    def looked_up(times: int) -> dict[str, float]:
+        """Samples after so many further lookups, once all of them are counted."""
+        before = samples(running)
+        for _ in range(times):
+            ns.lookup(keys)
+        wait_until(lambda: samples(running).get(requests, 0) == before.get(requests, 0) + times)
+        wait_until(lambda: samples(running)[ASKED] == before[ASKED] + times * len(keys))
+        return samples(running)
+
+    first = looked_up(5)
+    assert all(samples(running) == first for _ in range(5))
+    changed = {name: value - first[name] for name, value in looked_up(3).items() if value != first[name]}
+    assert changed.pop(requests) == 3
+    assert set(changed.values()) <= {3.0, 12.0}, changed  # requests, and blocks of them
+
+
+def test_c147_what_processes_of_a_client_did_is_counted_together(running: Running) -> None:
+    code = (
+        "import sys\n"
+        "from kvferry.client import Client\n"
+        "from kvferry.testing.blocks import save_blocks, small_spec\n"
+        "url, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])\n"
+        "with Client(url) as client:\n"
+        "    ns = client.namespace(small_spec('http'))\n"
+        "    save_blocks(ns, ns.keys([first] * count * ns.spec.block_tokens))\n"
+    )
+    url = running.daemon.addresses[0]
+    for first, count in ((1, 10), (2, 20)):
+        subprocess.run([sys.executable, "-c", code, url, str(first), str(count)], check=True, timeout=60)
+    wait_until(lambda: samples(running)[SAVED] == 30)
+    wait_until(lambda: len(running.port.status().clients) == 1)  # that of this process: gauges go with theirs
+    assert samples(running)[SAVED] == 30
 
 
 def test_it_is_ready_until_it_drains(running: Running) -> None:
