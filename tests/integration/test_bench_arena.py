@@ -16,7 +16,6 @@ def test_both_figures_stand_beside_their_baselines() -> None:
     assert available.scenario == first_read.scenario == "transport.unix.arena"
     assert available.unit == "us"
     assert set(available.ratios) == {"block_64KiB", "raw_unix"}
-    assert available.params["spin"] == "off"
     assert available.p50_us is not None
     assert available.p99_us is not None
     assert 0 < available.p50_us <= available.p99_us

@@ -23,6 +23,7 @@ from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.core.native import native
 from kvferry.testing.threads import until_asleep
 from kvferry.transports import lanes
+from kvferry.transports.spin import DEFAULT_SPIN_S, UNIX_SPIN_S
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire import messages as m
 
@@ -61,12 +62,12 @@ def test_a_connection_that_was_closed_meanwhile_has_none(two: tuple[Channel, Cha
     assert two[0]._short is None
 
 
-@pytest.mark.parametrize("kind", ["tcp", "lanes", "auto"])
+@pytest.mark.parametrize("kind", ["tcp", "unix", "lanes", "auto"])
 def test_who_waits_looks_first_where_frames_come_fast(pair: Any, kind: str) -> None:
     client, server = pair(kind)
     connection = server._connection.carrier
     for lane in getattr(connection, "bare_lanes", (connection,)):
-        assert lane.spin_s == 100e-6
+        assert lane.spin_s == (UNIX_SPIN_S if kind == "unix" else DEFAULT_SPIN_S)
         lane.spin_s = 30.0  # so that every wait of a slow machine is short
     server._open()
     until = deadline_in(20)  # nobody looks for up to some seconds where others want the processor
@@ -82,8 +83,7 @@ def test_who_waits_looks_first_where_frames_come_fast(pair: Any, kind: str) -> N
 def test_who_is_not_to_look_does_not(pair: Any) -> None:
     for kind in ("unix", "tcp"):
         client, server = pair(kind)
-        if kind == "tcp":
-            server._connection.spin_s = 0.0
+        server._connection.spin_s = 0.0
         server._open()
         for number in range(20):
             client.send(m.LayerAck(count=number), deadline=deadline_in(20))

@@ -17,10 +17,12 @@ from typing import Final
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_seconds
 
-__all__ = ["DEFAULT_SPIN_S", "MAX_SPIN_S", "Crowd", "Look", "parse_spin"]
+__all__ = ["DEFAULT_SPIN_S", "MAX_SPIN_S", "UNIX_SPIN_S", "Crowd", "Look", "parse_spin"]
 
 DEFAULT_SPIN_S: Final = 100e-6
 """How long ``tcp`` and ``tls`` look: about twice as long as a wake-up takes."""
+UNIX_SPIN_S: Final = 300e-6
+"""How long ``unix`` looks: between two requests an engine copies a block, or looks at a lease of many."""
 MAX_SPIN_S: Final = 0.01
 _LATER: Final = 2.0
 _FEWEST_SKIPPED: Final = 8

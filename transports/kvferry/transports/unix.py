@@ -1,4 +1,4 @@
-"""The ``unix`` transport: ``unix:///path?rate=1GB/s&spin=50us&allow_uid=1001``, with descriptors.
+"""The ``unix`` transport: ``unix:///path?rate=1GB/s&spin=300us&allow_uid=1001``, with descriptors.
 
 Only processes of the listener's own user, and of root, are let in, whatever the permissions of the
 socket's file say; ``allow_uid`` and ``allow_gid`` name others (numbers, with commas between). Who is
@@ -212,11 +212,11 @@ class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
         peer_address: URL of the other end.
         credentials: (pid, uid, gid) of the peer.
         rate: Bytes a second at which it sends; ``None`` for as fast as it goes.
+        spin_s: See :class:`HashedSocketConnection`.
         admitted: Whether the other end has no say any more in who connects.
     """
 
     receive_flags = _ALL | _CLOEXEC
-    _spin_s = 0.0
 
     def __init__(
         self,
@@ -226,9 +226,12 @@ class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
         peer_address: str,
         credentials: tuple[int, int, int],
         rate: float | None = None,
+        spin_s: float = 0.0,
         admitted: bool = True,
     ) -> None:
-        super().__init__(sock, local_address=local_address, peer_address=peer_address, rate=rate)
+        super().__init__(
+            sock, local_address=local_address, peer_address=peer_address, rate=rate, spin_s=spin_s
+        )
         # what the kernel allows of it: a message that fits is handed over without a wake-up on the way
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)
         self._credentials = credentials
@@ -341,7 +344,7 @@ class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
             reason = head[len(_REFUSED) :].decode(errors="replace")
             raise AuthError("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason))
         self._admitted = True
-        self._receives_hashed = self._spin_s == 0.0
+        self._receives_hashed = True
 
     def _failed(self, error: OSError, doing: str) -> KVFerryError:
         if not self._admitted and not self._guard.closed:
@@ -370,35 +373,6 @@ class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
                 pass
 
 
-class _SpinningConnection(UnixConnection):
-    """Looks for bytes again and again for a while before it sleeps."""
-
-    def wait_readable(self, deadline: float) -> bool:
-        """See :meth:`Connection.wait_readable`."""
-        until = min(time.monotonic() + self._spin_s, deadline)
-        while (now := time.monotonic()) < until:
-            if super().wait_readable(now):
-                return True
-        return super().wait_readable(deadline)
-
-    def _recv_some(
-        self,
-        batch: list[memoryview],
-        deadline: float,
-        doing: str,
-        *,
-        waits: bool,
-        all_of_it: bool = True,
-    ) -> int:
-        if waits:
-            until = min(time.monotonic() + self._spin_s, deadline)
-            while time.monotonic() < until:
-                n = super()._recv_some(batch, deadline, doing, waits=False)
-                if n >= 0:
-                    return n
-        return super()._recv_some(batch, deadline, doing, waits=waits, all_of_it=all_of_it)
-
-
 def _connection(
     sock: socket.socket,
     settings: UnixOptions,
@@ -408,20 +382,15 @@ def _connection(
     peer_address: str,
     admitted: bool,
 ) -> UnixConnection:
-    cls = _SpinningConnection if settings.spin_s else UnixConnection
-    connection = cls(
+    return UnixConnection(
         sock,
         local_address=local_address,
         peer_address=peer_address,
         credentials=credentials,
         rate=settings.rate,
+        spin_s=settings.spin_s,
         admitted=admitted,
     )
-    if isinstance(connection, _SpinningConnection):
-        connection._spin_s = settings.spin_s
-        connection._receives_hashed = False
-        connection._direct = False
-    return connection
 
 
 def _end_url(path: str, pid: int, uid: int) -> str:

@@ -40,19 +40,16 @@ _WAIT_S = 60.0
 
 
 def run(options: Options, progress: Progress) -> Iterator[Result]:
-    """Both figures; parameters ``block`` (its size), ``requests`` (a run), ``spin`` (of the client)."""
+    """Both figures; parameters ``block`` (its size), ``requests`` (a run)."""
     nbytes = parse_nbytes(options.param("block", _LARGE))
     if nbytes <= _SMALL_NBYTES:
         raise ConfigError(
             f"block is {nbytes} bytes, it stands beside one of {_SMALL_NBYTES}: take a larger one"
         )
-    spin = str(options.param("spin", ""))
-    params: dict[str, Param] = {
-        "transport": "unix", "nbytes": nbytes, "spin": spin or "off", "cpus": os.cpu_count() or 1,
-    }  # fmt: skip
+    params: dict[str, Param] = {"transport": "unix", "nbytes": nbytes, "cpus": os.cpu_count() or 1}
     peer = ArenaPeer([_SMALL_NBYTES, nbytes])
     try:
-        reader = _Reader(peer, nbytes, spin)
+        reader = _Reader(peer, nbytes)
         try:
             yield _available(options, progress, reader, params)
             yield _first_read(options, progress, reader, params)
@@ -65,12 +62,12 @@ def run(options: Options, progress: Progress) -> Iterator[Result]:
 class _Reader:
     """A client of the owner."""
 
-    def __init__(self, peer: ArenaPeer, nbytes: int, spin: str) -> None:
+    def __init__(self, peer: ArenaPeer, nbytes: int) -> None:
         self.nbytes = nbytes
         self._peer = peer
         deadline = deadline_in(_WAIT_S)
         self._channel = Channel.connect(peer.url("arena"), arena_options("reader"), deadline)
-        self._leases = transports.connect(peer.url("lease", f"?spin={spin}" if spin else ""), deadline)
+        self._leases = transports.connect(peer.url("lease"), deadline)
         self._raw = socket.socket(socket.AF_UNIX)
         self._raw.settimeout(_WAIT_S)
         self._raw.connect(str(peer.folder / "raw"))
