@@ -117,6 +117,18 @@ class PageAllocator:
         self._insert(start, length)
         return pages
 
+    def split(self, start: int, pages: int) -> int:
+        """Make two runs, to be freed apart, of one in use, the first of ``pages`` pages; where the second is.
+
+        Raises:
+            StoreError: If no run was handed out at ``start``, or none that is longer.
+        """
+        length = self.length(start)
+        if length is None or not 0 < pages < length:
+            raise StoreError(f"{pages} pages of the run at page {start}, which has {length or 0}")
+        self._used[start], self._used[start + pages] = pages, length - pages
+        return start + pages
+
     def _insert(self, start: int, length: int) -> None:
         self._free[start] = length
         self._stops[start + length] = start

@@ -8,16 +8,18 @@ import os
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.core.allocator import PageAllocator
+from kvferry.core.arena_map import ArenaLayout, ArenaMap
 from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import CapacityError, ConfigError, StoreError
 from kvferry.core.placement import ANYWHERE, Placement
 from kvferry.core.segments import (
     MappedSegment,
     MappedSlots,
+    RetiredPage,
+    RetiredSegment,
     Segment,
     SegmentInfo,
     Slot,
@@ -36,6 +38,7 @@ __all__ = [
     "SegmentInfo",
     "Slot",
     "available_memory",
+    "require_memory",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -58,16 +61,19 @@ def available_memory() -> int:
     raise StoreError(f"{_MEMINFO} has no MemAvailable")
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaLayout:
-    """What another process needs beside the descriptors; plain data that msgspec encodes.
+def require_memory(capacity_nbytes: int, placement: Placement = ANYWHERE) -> None:
+    """See whether an arena of that size can be had now.
 
-    ``epoch`` differs for every arena ever made: after a restart of the owner old maps show nothing new.
+    Raises:
+        ConfigError: If it is above the memory that is available, or the placement cannot be had.
     """
-
-    tenant: str
-    epoch: str
-    segments: tuple[SegmentInfo, ...]
+    placement.check(capacity_nbytes)
+    available = available_memory()
+    if capacity_nbytes > available and not placement.hugepages:
+        raise ConfigError(
+            f"an arena of {capacity_nbytes} bytes was asked, {available} bytes of memory are available; "
+            "lower the capacity (store.dram_capacity)"
+        )
 
 
 class Arena:
@@ -106,13 +112,7 @@ class Arena:
                 f"an arena of {capacity_nbytes} bytes; at least one page ({PAGE_NBYTES}) is needed"
             )
         require_whole("segment_nbytes", segment_nbytes, least=1)
-        placement.check(capacity_nbytes)
-        available = available_memory()
-        if capacity_nbytes > available and not placement.hugepages:
-            raise ConfigError(
-                f"an arena of {capacity_nbytes} bytes was asked, {available} bytes of memory are available; "
-                "lower the capacity (store.dram_capacity)"
-            )
+        require_memory(capacity_nbytes, placement)
         self.tenant = tenant
         self.placement = placement
         self._granule = placement.granule_nbytes
@@ -121,12 +121,16 @@ class Arena:
         self._shared = shared
         self._segment_nbytes = -(-segment_nbytes // self._granule) * self._granule
         self._lock = threading.Lock()
-        self._segments: list[Segment] = []
+        self._segments: list[Segment | RetiredSegment] = []
         self._allocators: list[PageAllocator] = []
+        self._parked: list[set[int]] = []  # of each segment: first pages of runs that are kept from use
+        self._withdrawn_pages: list[int] = []  # the same with what is gone
+        self._parked_pages = 0
+        self._parked_later = False  # since they were put together
+        self._freed_pages = 0  # likewise
+        self._retired: RetiredPage | None = None
         self._mapped_nbytes = 0
         self._used_pages = 0
-        self._withdrawn_nbytes = 0
-        self._gives_back = True
         self._refused_growth = False
         self.refusal = ""
         self._closed = False
@@ -144,35 +148,111 @@ class Arena:
     @property
     def mapped_nbytes(self) -> int:
         """Bytes of all segments made so far, without what :meth:`resize` took: populated, so in use."""
-        return self._mapped_nbytes - self._withdrawn_nbytes
+        return self._mapped_nbytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes that :meth:`resize` took out of use and could not give back: for when it grows again."""
+        return self._parked_pages * PAGE_NBYTES
 
     def resize(self, capacity_nbytes: int) -> bool:
         """Another capacity from now on. What is above it goes as slots are freed: evict, to have that soon.
 
         Pages that are withdrawn are given back to the system, and are never handed out again: a device or
         network card that has pinned them would go on with those that it knows. Growth takes new segments.
+        What cannot be given back is kept for when it grows again: in an arena that only its owner writes the
+        seals forbid it, and 2 MiB pages go whole. A segment of which nothing is left in use is closed: its
+        memory goes when clients have let go of it, too.
 
         Returns:
-            Whether all that was withdrawn so far was given back. In an arena that only its owner writes the
-            seals forbid that: it stays taken as long as the arena lives.
+            Whether all that was withdrawn so far went, or will with the clients' maps.
+
+        Raises:
+            ConfigError: If the capacity is below the smallest piece that the placement has.
         """
-        require_whole("capacity_nbytes", capacity_nbytes, least=PAGE_NBYTES)
+        require_whole("capacity_nbytes", capacity_nbytes)
+        if capacity_nbytes < self._granule:
+            raise ConfigError(
+                f"an arena of {capacity_nbytes} bytes; at least one page ({self._granule}) is needed"
+            )
         with self._lock:
+            if self._closed:
+                return True
             self.capacity_nbytes = capacity_nbytes // self._granule * self._granule
             self._refused_growth = False
-            self._withdraw()
-            return self._gives_back
+            self._withdraw_anew()
+            return not self._parked_pages
+
+    def settle(self) -> None:
+        """Give back what could not be at once, if slots beside it are free now; near-free if nothing is."""
+        with self._lock:
+            if self._closed or not self._parked_pages:
+                return
+            if self._parked_later or self._freed_pages >= self._parked_pages:
+                self._withdraw_anew()
+
+    def _withdraw_anew(self) -> None:
+        """Under the lock: withdraw with neighbours joined, and as far behind as possible."""
+        for number, parked in enumerate(self._parked):
+            for start in parked:
+                pages = self._allocators[number].free(start)
+                self._withdrawn_pages[number] -= pages
+                self._mapped_nbytes += pages * PAGE_NBYTES
+            parked.clear()
+        self._parked_pages = self._freed_pages = 0
+        self._withdraw()
+        for number in range(len(self._segments)):
+            self._retire_unused(number)
+        self._parked_later = False
 
     def _withdraw(self) -> None:
         """Under the lock: take free pages above the capacity out of use, from the last segment on."""
         for number in reversed(range(len(self._segments))):
             allocator = self._allocators[number]
-            while (over := self.mapped_nbytes - self.capacity_nbytes) > 0 and allocator.largest_run:
-                pages = min(allocator.largest_run, -(-over // PAGE_NBYTES))
-                start = allocator.allocate(pages)
-                assert start is not None
-                self._withdrawn_nbytes += pages * PAGE_NBYTES
-                self._gives_back &= self._segments[number].give_back(start * PAGE_NBYTES, pages * PAGE_NBYTES)
+            while (over := self._mapped_nbytes - self.capacity_nbytes) > 0 and allocator.largest_run:
+                self._withdraw_run(number, over // PAGE_NBYTES)
+                self._retire_unused(number)
+
+    def _withdraw_run(self, number: int, most: int) -> None:
+        """At most so many pages; only whole granules can be given back, so those if there are any."""
+        allocator, step = self._allocators[number], self._granule // PAGE_NBYTES
+        pages = allocator.largest_run if step > 1 else min(allocator.largest_run, most)
+        start = allocator.allocate(pages)
+        assert start is not None
+        first, stop = -(-start // step) * step, start + pages
+        taken = min(stop // step * step - first, most // step * step)
+        is_whole = taken > 0
+        if not is_whole:
+            first, taken = start, min(pages, most)
+        if first > start:
+            allocator.split(start, first - start)
+            allocator.free(start)
+        if first + taken < stop:
+            allocator.free(allocator.split(first, taken))
+        segment = self._segments[number]
+        if not is_whole or not segment.give_back(first * PAGE_NBYTES, taken * PAGE_NBYTES):
+            self._parked[number].add(first)
+            self._parked_pages += taken
+            self._parked_later = True
+        self._withdrawn_pages[number] += taken
+        self._mapped_nbytes -= taken * PAGE_NBYTES
+
+    def _retire_unused(self, number: int) -> None:
+        """Under the lock: close a segment all of which is withdrawn."""
+        segment, pages = self._segments[number], self._allocators[number].pages
+        if not pages or self._withdrawn_pages[number] < pages:
+            return
+        try:
+            self._retired = self._retired or RetiredPage()
+        except OSError as error:  # tried again by the next change
+            _LOG.debug("segment %d of tenant %s is not closed: %s", number, self.tenant, error)
+            return
+        self._segments[number] = RetiredSegment(number, self.tenant, self._retired)
+        self._allocators[number] = PageAllocator(0)
+        self._parked_pages -= self._withdrawn_pages[number] - segment.gone_nbytes // PAGE_NBYTES
+        self._parked[number].clear()
+        self._withdrawn_pages[number] = 0
+        segment.close()
 
     def allocate(self, nbytes: int) -> Slot | None:
         """A slot of ``nbytes`` bytes, or ``None`` if no free run is long enough and the arena can't grow.
@@ -253,12 +333,13 @@ class Arena:
             pages = allocator.free(slot.offset // PAGE_NBYTES)  # refuses what is not in use
             segment.raise_generation(slot.offset)
             self._used_pages -= pages
-            if self._mapped_nbytes - self._withdrawn_nbytes > self.capacity_nbytes:
+            self._freed_pages += pages
+            if self._mapped_nbytes > self.capacity_nbytes:
                 self._withdraw()
 
     def view(self, slot: Slot) -> memoryview:
         """The writable bytes of ``slot``; they stay mapped as long as a view lives, also after ``close``."""
-        return self._find(slot)[0].view(slot)  # no lock: segments are only ever appended
+        return self._find(slot)[0].view(slot)  # no lock: the segment of a slot in use stays
 
     def is_current(self, slot: Slot) -> bool:
         """Whether ``slot`` is still in use under its generation."""
@@ -325,17 +406,19 @@ class Arena:
             self._closed = True
             for segment in self._segments:
                 segment.close()
+            if self._retired is not None:
+                self._retired.close()
 
     def _put_back(self, slot: Slot) -> None:
         self._used_pages -= self._allocators[slot.segment].free(slot.offset // PAGE_NBYTES)
 
-    def _find(self, slot: Slot) -> tuple[Segment, PageAllocator]:
+    def _find(self, slot: Slot) -> tuple[Segment | RetiredSegment, PageAllocator]:
         if not 0 <= slot.segment < len(self._segments):
             raise StoreError(f"{slot}: the arena has {len(self._segments)} segments")
         return self._segments[slot.segment], self._allocators[slot.segment]
 
     def _grow(self, pages: int) -> bool:
-        room = self.capacity_nbytes - self.mapped_nbytes
+        room = (self.capacity_nbytes - self._mapped_nbytes) // self._granule * self._granule
         needed = pages * PAGE_NBYTES
         if needed > room:
             return False
@@ -355,6 +438,8 @@ class Arena:
         self.refusal = ""
         self._segments.append(segment)
         self._allocators.append(PageAllocator(nbytes // PAGE_NBYTES))
+        self._parked.append(set())
+        self._withdrawn_pages.append(0)
         self._mapped_nbytes += nbytes
         return True
 
@@ -369,89 +454,3 @@ class Arena:
                 "arena of tenant %s stays at %d of %d bytes: no segment of %d bytes: %s",
                 self.tenant, self._mapped_nbytes, self.capacity_nbytes, nbytes, error,
             )  # fmt: skip
-
-
-class ArenaMap:
-    """An arena as a client process sees it: views and generation checks, none of the owner's code.
-
-    Built from the plain layout and the descriptors that were passed along. Thread safe once built;
-    :meth:`add` is for one thread at a time.
-    """
-
-    def __init__(self, tenant: str, epoch: str) -> None:
-        self.tenant = tenant
-        self.epoch = epoch
-        self._segments: dict[int, MappedSegment] = {}
-
-    @classmethod
-    def from_fds(
-        cls, layout: ArenaLayout, fds: Sequence[tuple[int, int]], *, writable: bool = False
-    ) -> ArenaMap:
-        """Map every segment of ``layout``.
-
-        Args:
-            layout: From :meth:`Arena.layout`.
-            fds: (data, generations) descriptors in the same order; they stay the caller's.
-            writable: Map the data writable.
-
-        Raises:
-            ProtocolError: If a descriptor is not what ``layout`` says.
-            ValueError: If there are not as many pairs as segments.
-        """
-        arena = cls(layout.tenant, layout.epoch)
-        for info, (data_fd, generations_fd) in zip(layout.segments, fds, strict=True):
-            arena.add(info, data_fd, generations_fd, writable=writable)
-        return arena
-
-    def add(self, info: SegmentInfo, data_fd: int, generations_fd: int, *, writable: bool = False) -> None:
-        """Map one more segment, which the owner made since.
-
-        Raises:
-            ConfigError: If it belongs to another tenant.
-            ProtocolError: As :meth:`from_fds`.
-        """
-        if info.tenant != self.tenant:
-            raise ConfigError(
-                f"segment {info.segment} is tenant {info.tenant}'s, this map is {self.tenant}'s"
-            )
-        self._segments[info.segment] = MappedSegment(info, data_fd, generations_fd, writable=writable)
-
-    @property
-    def segments(self) -> int:
-        """How many segments are mapped."""
-        return len(self._segments)
-
-    @property
-    def mapped_nbytes(self) -> int:
-        """Bytes of all segments that are mapped."""
-        return sum(segment.info.nbytes for segment in self._segments.values())
-
-    def __contains__(self, slot: Slot) -> bool:
-        return slot.segment in self._segments
-
-    def view(self, slot: Slot) -> memoryview:
-        """The bytes of ``slot``; tentative until :meth:`is_current` was true after the last read."""
-        return self._segment(slot).view(slot)
-
-    def is_current(self, slot: Slot) -> bool:
-        """Whether ``slot`` has not been freed since it was handed out."""
-        return self._segment(slot).generation(slot.offset) == slot.generation
-
-    def slots(self, words: Sequence[int], nbytes: int) -> MappedSlots:
-        """Many slots of one size at once; see :class:`MappedSlots`."""
-        return MappedSlots(self._segments, words, nbytes)
-
-    def close(self) -> None:
-        """Forget the mappings; the memory goes with the last view."""
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
-
-    def _segment(self, slot: Slot) -> MappedSegment:
-        found = self._segments.get(slot.segment)
-        if found is None:
-            raise StoreError(
-                f"{slot}: segment {slot.segment} is not mapped here ({sorted(self._segments)} are); "
-                "ask the owner for its descriptors"
-            )
-        return found

@@ -17,7 +17,16 @@ from kvferry.core.keys import BlockKey
 if TYPE_CHECKING:
     from kvferry.core.chains import ChainIndex
 
-__all__ = ["Entry", "EntryList", "EvictionPolicy", "LRUPolicy", "Leave", "evictions", "inner_victims"]
+__all__ = [
+    "Entry",
+    "EntryList",
+    "EvictionPolicy",
+    "LRUPolicy",
+    "Leave",
+    "evictions",
+    "inner_victims",
+    "tell_capacity",
+]
 
 E = TypeVar("E", bound="Entry")
 
@@ -58,7 +67,8 @@ class EvictionPolicy(Protocol):
     """Decides what goes first. Called under its tier's lock: does no I/O, never waits, raises nothing.
 
     Made with the capacity of its tier in bytes as only argument. Every entry is told of by ``inserted``
-    and later by ``removed``, whoever decided that it goes.
+    and later by ``removed``, whoever decided that it goes. One that needs the capacity may also have
+    ``resized(capacity_nbytes)``, called in the same way when there is another one from then on.
     """
 
     def inserted(self, entry: Entry) -> None:
@@ -92,6 +102,13 @@ class EvictionPolicy(Protocol):
             pinned: Whether an entry has to stay now.
         """
         ...
+
+
+def tell_capacity(policy: EvictionPolicy, capacity_nbytes: int) -> None:
+    """Tell a policy of another capacity, if it wants to know; under its tier's lock."""
+    resized = getattr(policy, "resized", None)
+    if resized is not None:
+        resized(capacity_nbytes)
 
 
 class Leave(enum.Enum):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from kvferry.core.placement import ANYWHERE, Placement
 __all__ = [
     "MappedSegment",
     "MappedSlots",
+    "RetiredPage",
+    "RetiredSegment",
     "Segment",
     "SegmentInfo",
     "Slot",
@@ -34,7 +37,7 @@ __all__ = [
 F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; not named by the fcntl module
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
-_GENERATION_NBYTES = 8
+_WORD_NBYTES = 8
 _STAT_BLOCK_NBYTES = 512  # of st_blocks
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -75,6 +78,10 @@ class SegmentInfo:
     tenant: str
 
 
+def _table_nbytes(nbytes: int) -> int:
+    return (nbytes // PAGE_NBYTES + 1) * _WORD_NBYTES
+
+
 def _memfd(name: str, nbytes: int, placement: Placement = ANYWHERE) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | placement.memfd_flags)
     try:
@@ -107,17 +114,30 @@ def is_mapped_segment(owner: object) -> bool:
 class _Views:
     """Bounds-checked views of mapped bytes and generations; shared by owner and client.
 
+    The table has a word for each page, its generation, and one more behind them: see :attr:`gone_nbytes`.
+
     Attributes:
         info: What it is.
         generations: The present generation of each page, as u64.
     """
 
-    __slots__ = ("_data", "generations", "info")
+    __slots__ = ("_data", "_gone", "generations", "info")
 
-    def __init__(self, info: SegmentInfo, data: memoryview, generations: memoryview) -> None:
+    def __init__(self, info: SegmentInfo, data: memoryview | None, table: memoryview) -> None:
         self.info = info
-        self._data: memoryview | None = data
-        self.generations = generations
+        self._data = data
+        pages = info.nbytes // PAGE_NBYTES
+        self.generations, self._gone = table[:pages], table[pages : pages + 1]
+
+    @property
+    def gone_nbytes(self) -> int:
+        """Bytes that its owner gave back, or does not use any more; all of them: it is retired."""
+        return min(self._gone[0], self.info.nbytes) if self._gone else 0
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether nothing in it will be used again: who has it mapped keeps memory that could be free."""
+        return self.gone_nbytes == self.info.nbytes
 
     def view(self, slot: Slot) -> memoryview:
         """The bytes of ``slot``; whoever takes them checks the generation after the last read.
@@ -172,7 +192,7 @@ class Segment(_Views):
     def __init__(
         self, segment: int, nbytes: int, tenant: str, *, shared: bool = True, placement: Placement = ANYWHERE
     ) -> None:
-        table_nbytes = pages_of(nbytes // PAGE_NBYTES * _GENERATION_NBYTES) * PAGE_NBYTES
+        table_nbytes = pages_of(_table_nbytes(nbytes)) * PAGE_NBYTES
         self.data_fd = _memfd("kvferry-segment", nbytes, placement)
         self.generations_fd = -1
         try:
@@ -201,7 +221,8 @@ class Segment(_Views):
     def give_back(self, offset: int, nbytes: int) -> bool:
         """Give pages back to the system, which nobody will use again; whether it took them.
 
-        They read as zeros from then on. Seals against others' writes forbid it.
+        They read as zeros from then on, and count in :attr:`gone_nbytes`. Seals against others' writes
+        forbid it.
         """
         owner = None if self._data is None else self._data.obj
         if not isinstance(owner, mmap.mmap):
@@ -210,14 +231,94 @@ class Segment(_Views):
             owner.madvise(mmap.MADV_REMOVE, offset, nbytes)
         except OSError:
             return False
+        self._gone[0] += nbytes
         return True
 
     def close(self) -> None:
-        """Close the descriptors; the memory goes with the last view. A second call does nothing."""
+        """Close the descriptors; the memory goes with the last view. A second call does nothing.
+
+        Others who have it mapped see that it is retired.
+        """
+        self._gone[0] = self.info.nbytes
         self._data = self.array = None
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
+        for fd in (self.data_fd, self.generations_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.data_fd = self.generations_fd = -1
+
+
+class RetiredSegment(_Views):
+    """What stays of segments that are closed while their arena lives on: their numbers are not used again.
+
+    It has no memory. Who maps the arena anew, and must be given something for that number, gets a page that
+    is retired.
+
+    Args:
+        segment: Its number.
+        tenant: Whose it was.
+        place: Of all retired segments of an arena.
+    """
+
+    __slots__ = ("array", "data_fd", "generations_fd")
+
+    def __init__(self, segment: int, tenant: str, place: RetiredPage) -> None:
+        super().__init__(SegmentInfo(segment, PAGE_NBYTES, tenant), None, place.table)
+        self.array: ByteArray | None = None
+        self.data_fd, self.generations_fd = place.data_fd, place.generations_fd
+
+    def view(self, slot: Slot) -> memoryview:
+        """There is nothing.
+
+        Raises:
+            StoreError: Always.
+        """
+        raise StoreError(f"{slot}: segment {self.info.segment} was given back")
+
+    def generation(self, offset: int) -> int:
+        """That of no slot."""
+        del offset
+        return -1
+
+    def raise_generation(self, offset: int) -> None:
+        """Nothing in it is in use."""
+        raise StoreError(f"offset {offset}: segment {self.info.segment} was given back")
+
+    def give_back(self, offset: int, nbytes: int) -> bool:
+        """All of it is."""
+        del offset, nbytes
+        return True
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class RetiredPage:
+    """A segment of one page that nobody uses; its data takes no memory.
+
+    Raises:
+        OSError: If the kernel has no descriptor left.
+    """
+
+    def __init__(self) -> None:
+        self.data_fd = os.memfd_create("kvferry-retired", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.generations_fd = -1
+        try:
+            os.ftruncate(self.data_fd, PAGE_NBYTES)
+            self.generations_fd = _memfd("kvferry-generations", PAGE_NBYTES)
+            self.table = memoryview(mmap.mmap(self.generations_fd, PAGE_NBYTES, prot=_READ_WRITE)).cast("Q")
+            last = _FIXED_SIZE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.data_fd, fcntl.F_ADD_SEALS, last)
+            fcntl.fcntl(self.generations_fd, fcntl.F_ADD_SEALS, last | F_SEAL_FUTURE_WRITE)
+        except OSError:
+            self.close()
+            raise
+        self.table[1] = PAGE_NBYTES
+
+    def close(self) -> None:
+        """Close the descriptors; a second call does nothing."""
         for fd in (self.data_fd, self.generations_fd):
             if fd >= 0:
                 os.close(fd)
@@ -244,7 +345,7 @@ class MappedSegment(_Views):
     def __init__(
         self, info: SegmentInfo, data_fd: int, generations_fd: int, *, writable: bool = False
     ) -> None:
-        table_nbytes = info.nbytes // PAGE_NBYTES * _GENERATION_NBYTES
+        table_nbytes = info.nbytes // PAGE_NBYTES * _WORD_NBYTES
         for name, fd, nbytes in (
             ("data", data_fd, info.nbytes),
             ("generations", generations_fd, table_nbytes),
@@ -255,10 +356,25 @@ class MappedSegment(_Views):
         full = os.fstat(data_fd).st_blocks * _STAT_BLOCK_NBYTES >= info.nbytes
         # pages that its owner gave back to the system would be taken again
         data = mmap.mmap(data_fd, info.nbytes, flags=flags if full else mmap.MAP_SHARED, prot=prot)
+        if os.fstat(generations_fd).st_size >= _table_nbytes(
+            info.nbytes
+        ):  # else its owner is of an old release
+            table_nbytes = _table_nbytes(info.nbytes)
         table = mmap.mmap(generations_fd, table_nbytes, flags=flags, prot=mmap.PROT_READ)
         super().__init__(info, memoryview(data), memoryview(table).cast("Q"))
         self.writable = writable
         _mapped.add(data)
+
+    @classmethod
+    def told_gone(cls, info: SegmentInfo, generations_fd: int) -> int:
+        """The :attr:`gone_nbytes` of a segment that is not mapped; one of which all is gone need not be.
+
+        Raises:
+            ProtocolError: If the descriptor is not what ``info`` says.
+        """
+        cls._verify(info, "generations", generations_fd, info.nbytes // PAGE_NBYTES * _WORD_NBYTES)
+        word = os.pread(generations_fd, _WORD_NBYTES, _table_nbytes(info.nbytes) - _WORD_NBYTES)
+        return min(int.from_bytes(word, sys.byteorder), info.nbytes)  # 0 if its owner is of an old release
 
     @staticmethod
     def _verify(info: SegmentInfo, name: str, fd: int, nbytes: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.placement import Placement
 from kvferry.core.tier_plugins import TIERS
 from kvferry.core.units import format_nbytes
 from kvferry.daemon.disks import capacity_of, disk_tiers, folders_of
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvferry.daemon.credentials import Limits
     from kvferry.store.tier import Tier
 
-__all__ = ["Quota", "disk_shares", "quotas", "require_tiers", "tenant_store"]
+__all__ = ["Quota", "disk_shares", "placement_of", "quotas", "require_usable", "tenant_store"]
 
 _LEAST: Final = 1 << 20
 _FOLDER: Final = "tenants.d"
@@ -113,12 +114,24 @@ def disk_shares(store: StoreConfig, quota: Quota) -> dict[int, int]:
     }
 
 
-def require_tiers(tenant: StoreConfig) -> None:
-    """See that the disk tiers of a tenant can be had with what it has, before one is opened or resized.
+def placement_of(store: StoreConfig) -> Placement:
+    """Where memory comes from."""
+    return Placement(hugepages=store.hugepages, numa_node=store.numa_node)
+
+
+def require_usable(name: str, tenant: StoreConfig) -> None:
+    """See that a tenant can do with what it has, before its store is opened or resized.
 
     Raises:
-        ConfigError: If one would be too small.
+        ConfigError: If its memory, or one of its disk tiers, would be too small.
     """
+    least = placement_of(tenant).granule_nbytes
+    if tenant.dram_capacity < least:
+        pages = " (store.hugepages)" if tenant.hugepages else ""
+        raise ConfigError(
+            f"tenant {name!r}: its quota of memory is {format_nbytes(tenant.dram_capacity)}, below one page "
+            f"of {format_nbytes(least)}{pages}: raise it (kvferry credentials limit)"
+        )
     for tier in disk_tiers(tenant):
         plugin: type[Tier] = TIERS.load(tier.kind)
         plugin.describe_options(tier.name or tier.kind, tier.options)

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvferry.core.arena import require_memory
+from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.errors import AuthError, ConfigError, KVFerryError, OverloadedError
+from kvferry.core.units import format_nbytes
 from kvferry.daemon.credentials import (
     RIGHTS,
     Credential,
@@ -21,7 +24,7 @@ from kvferry.daemon.credentials import (
     Right,
     read_credentials,
 )
-from kvferry.daemon.quotas import Quota, disk_shares, quotas, require_tiers, tenant_store
+from kvferry.daemon.quotas import Quota, disk_shares, placement_of, quotas, require_usable, tenant_store
 from kvferry.daemon.rates import Meter
 from kvferry.store.tiered import TieredStore
 from kvferry.wire.channel import Channel
@@ -36,6 +39,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TENANT: Final = "default"
 _ALL: Final = frozenset(RIGHTS)
+_GIVE_S: Final = 3.0
+_GIVE_PAUSE_S: Final = 0.05
 
 
 class Tenant:
@@ -135,7 +140,7 @@ class Tenants:
         file = read_credentials(path)
         self._credentials = Credentials(file)
         try:
-            self._tenants, _ = self._opened(file, {})
+            self._tenants = self._opened(file, {}, self._shares(file))
         except BaseException:
             self.close()
             raise
@@ -254,7 +259,8 @@ class Tenants:
         with self._reloading:
             file = read_credentials(self._path)
             before = self.all
-            now, shares = self._opened(file, before)
+            shares = self._shares(file)
+            now = self._opened_with_room(file, before, shares)
             gone = [tenant for name, tenant in before.items() if name not in now]
             with self._lock:
                 self._tenants, self._credentials = now, Credentials(file)
@@ -277,39 +283,90 @@ class Tenants:
         told: list[str] = []
         for tenant in sorted(changed, key=lambda one: shares[one.name].dram - one.quota.dram):
             old, new = tenant.quota, shares[tenant.name]
-            own = tenant_store(self._config, tenant.name, new)
-            given = tenant.store.resize(new.dram, own.write_quota, disk_shares(self._config, new))
+            given = tenant.store.resize(new.dram, self._write_quota(new), disk_shares(self._config, new))
             tenant.quota = new
             told.append(f"{tenant.name} has now {new}")
             if not given and new.dram < old.dram:
+                kept = format_nbytes(tenant.store.arena.kept_nbytes)
                 told.append(
-                    "what it has had of memory before stays taken until the next start (daemon.arena)"
+                    f"{kept} of its memory stay taken until it grows again, or more of it is free "
+                    "(daemon.arena, store.hugepages)"
                 )
         return told
 
-    def _opened(
-        self, file: CredentialFile, before: Mapping[str, Tenant]
-    ) -> tuple[dict[str, Tenant], dict[str, Quota]]:
-        """Every tenant of the file, those that are new opened, and their quotas; none if one cannot be."""
+    def _write_quota(self, quota: Quota) -> int | None:
+        return tenant_store(self._config, DEFAULT_TENANT, quota).write_quota
+
+    def _shares(self, file: CredentialFile) -> dict[str, Quota]:
+        """The quota of every tenant of the file.
+
+        Raises:
+            ConfigError: If they cannot be had.
+        """
         if not file.tenants:
             raise ConfigError(f"{self._path} has no tenant: nobody could come in (kvferry credentials add)")
         shares = quotas(self._config, file.tenants)
-        stores = {name: tenant_store(self._config, name, shares[name]) for name in file.tenants}
-        for store in stores.values():
-            require_tiers(store)
+        for name, share in shares.items():
+            require_usable(name, tenant_store(self._config, name, share))
+        return shares
+
+    def _opened_with_room(
+        self, file: CredentialFile, before: Mapping[str, Tenant], shares: Mapping[str, Quota]
+    ) -> dict[str, Tenant]:
+        """As :meth:`_opened`; where memory is short, those who are to have less give theirs before.
+
+        If that is of no use they have it again, and lose only what was evicted.
+        """
+        needed = sum(share.dram for name, share in shares.items() if name not in before)
+        if not needed or self._has_room(needed):
+            return self._opened(file, before, shares)
+        least = placement_of(self._config).granule_nbytes
+        after = {name: shares[name].dram if name in shares else least for name in before}
+        giving = [one for one in before.values() if after[one.name] < one.quota.dram]
+        try:
+            for tenant in giving:
+                share = Quota(after[tenant.name], tenant.quota.disk)
+                tenant.store.resize(share.dram, self._write_quota(share), {})
+            self._wait_for_room(giving, needed)
+            return self._opened(file, before, shares)
+        except BaseException:
+            for tenant in giving:
+                tenant.store.resize(tenant.quota.dram, self._write_quota(tenant.quota), {})
+            raise
+
+    def _has_room(self, nbytes: int) -> bool:
+        try:
+            require_memory(nbytes, placement_of(self._config))
+        except ConfigError:
+            return False
+        return True
+
+    def _wait_for_room(self, giving: Iterable[Tenant], nbytes: int) -> None:
+        """Until what they have given is there: clients let go of it within a second, leases later."""
+        deadline = deadline_in(_GIVE_S)
+        while not self._has_room(nbytes) and not is_past(deadline):
+            time.sleep(_GIVE_PAUSE_S)
+            for tenant in giving:
+                tenant.store.settle()
+
+    def _opened(
+        self, file: CredentialFile, before: Mapping[str, Tenant], shares: Mapping[str, Quota]
+    ) -> dict[str, Tenant]:
+        """Every tenant of the file, those that are new opened; none if one cannot be."""
         found: dict[str, Tenant] = {}
         try:
             for name, limits in file.tenants.items():
                 if name in before:
                     found[name] = before[name]
                     continue
-                found[name] = Tenant(name, self._open_store(name, stores[name]), shares[name], limits)
+                store = self._open_store(name, tenant_store(self._config, name, shares[name]))
+                found[name] = Tenant(name, store, shares[name], limits)
         except BaseException:
             for name, one in found.items():
                 if name not in before:
                     one.store.close()
             raise
-        return found, shares
+        return found
 
     def close(self) -> None:
         """Close all stores."""

@@ -43,6 +43,10 @@ class S3FIFOPolicy:
         self._ghosts: deque[int] = deque()
         self._ghost_counts: dict[int, int] = {}
 
+    def resized(self, capacity_nbytes: int) -> None:
+        """The small queue has its share of another capacity from now on; evictions bring it there."""
+        self._small_nbytes = capacity_nbytes // _SMALL_SHARE
+
     def inserted(self, entry: Entry) -> None:
         """See :class:`~kvferry.core.eviction.EvictionPolicy`."""
         entry.mark = _MAIN if _ghost(entry) in self._ghost_counts else 0

@@ -14,7 +14,7 @@ from kvferry.core.blockstore import Completion, Hit, Stats
 from kvferry.core.chains import Block
 from kvferry.core.clock import checked_deadline
 from kvferry.core.errors import ConfigError, KVFerryError, StoreError
-from kvferry.core.eviction import EvictionPolicy, LRUPolicy
+from kvferry.core.eviction import EvictionPolicy, LRUPolicy, tell_capacity
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory import DRAM, MemoryStore
@@ -247,19 +247,26 @@ class TieredStore(MemoryStore):
         What is above is evicted at once; what is held, by :meth:`settle` when it is free.
 
         Returns:
-            Whether memory that is not used any more was given back to the system.
+            Whether memory that is not used any more was given back to the system; see :meth:`Arena.resize`.
+
+        Raises:
+            ConfigError: If memory would be smaller than the smallest piece of it; nothing is changed.
         """
-        gives_back = self.arena.resize(capacity_nbytes)
-        self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
+        self.arena.resize(capacity_nbytes)
+        with self._lock:
+            self.write_quota_nbytes = write_quota_nbytes or self.arena.capacity_nbytes
+            tell_capacity(self._pool.policy, self.arena.capacity_nbytes)
+            self._cond.notify_all()  # what waited for room may have it now
         for number, nbytes in levels.items():
             self.levels[number].resize(nbytes)
         self.settle()
-        return gives_back
+        return not self.arena.kept_nbytes
 
     def settle(self) -> None:
         """Evict what is above the capacity of memory after :meth:`resize`; call it now and then."""
         if (above := self.arena.used_nbytes - self._pool.leaving_nbytes - self.arena.capacity_nbytes) > 0:
             self.evict(above)
+        self.arena.settle()
 
     # ---- called by namespaces --------------------------------------------------------------------
 

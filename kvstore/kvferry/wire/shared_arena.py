@@ -19,6 +19,7 @@ from typing import Final
 
 from kvferry.core.arena import Arena, ArenaMap, SegmentInfo, Slot
 from kvferry.core.errors import AuthError, ProtocolError, StoreError
+from kvferry.core.segments import MappedSegment
 from kvferry.wire.channel import Channel
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import ArenaSegments, AttachArena, SharedSegment
@@ -118,7 +119,7 @@ class SharedArena:
     in use until :meth:`forget_gone` is called, as a long-running client does once a second.
 
     Args:
-        max_nbytes: Most bytes to map; by default the memory of the machine.
+        max_nbytes: Most bytes to map, without what the owner gave back; by default the memory of the machine.
     """
 
     def __init__(self, max_nbytes: int | None = None) -> None:
@@ -194,9 +195,11 @@ class SharedArena:
     def forget_gone(self) -> bool:
         """Forget the map if the owner's process has ended, and say whether it has; near-free.
 
-        Leases keep the map that they began with.
+        If it runs on, segments are forgotten that it uses no more. Leases keep what they began with.
         """
         with self._lock:
+            if self._map is not None:
+                self._map.forget_retired()
             if self._owner < 0:
                 return False
             poll = select.poll()
@@ -237,10 +240,12 @@ class SharedArena:
                         f"{channel.address}: a new arena begins with segment {message.first}", remote=True
                     )
                 current = ArenaMap(message.tenant, message.epoch)
+            current.forget_retired()
             self._check(channel, current, message)
             for offered, data, table in zip(message.segments, fds[::2], fds[1::2], strict=True):
                 if offered.segment >= current.segments:
                     info = SegmentInfo(offered.segment, offered.nbytes, message.tenant)
+                    self._require_room(channel, current, info, table)
                     _map_segment(current, info, data, table, writable=message.writable)
             if current is not self._map:
                 self._watch_owner(channel.peer_pid)
@@ -255,10 +260,12 @@ class SharedArena:
                 f"{current.segments} of tenant {current.tenant!r} is next",
                 remote=True,
             )
-        new = sum(s.nbytes for s in message.segments if s.segment >= current.segments)
-        if current.mapped_nbytes + new > self._max_nbytes:
+
+    def _require_room(self, channel: Channel, current: ArenaMap, info: SegmentInfo, table: int) -> None:
+        total = current.mapped_nbytes + info.nbytes - MappedSegment.told_gone(info, table)
+        if total > self._max_nbytes:
             raise StoreError(
-                f"{channel.address}: an arena of {current.mapped_nbytes + new} bytes is offered, at most "
+                f"{channel.address}: an arena of {total} bytes or more is offered, at most "
                 f"{self._max_nbytes} are mapped (max_nbytes)"
             )
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvferry.client import ClientNamespace
+from kvferry.core import arena
 from kvferry.core.clock import deadline_in
+from kvferry.core.config import StoreConfig
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey
-from kvferry.daemon.credentials import Limits
+from kvferry.core.placement import Placement
+from kvferry.daemon import Daemon
+from kvferry.daemon.credentials import Limits, edited
+from kvferry.store.tiered import TieredStore
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, wait_until
 from kvferry.testing.disk_usage import disk_usage
 
@@ -47,6 +53,7 @@ def test_a_smaller_quota_evicts_inside_the_tenant(site: Site) -> None:
     assert a.stats().used_nbytes <= a.stats().capacity_nbytes == 1 * MIB
     assert a.arena.mapped_nbytes <= 1 * MIB
     wait_until(lambda: disk_usage(disk / "tenants.d" / "a") <= 2 * MIB)
+    wait_until(lambda: a.stats().per_tier["disk"]["used_nbytes"] <= 2 * MIB)  # counted after it has gone
     figures = a.stats().per_tier["disk"]
     assert figures["capacity_nbytes"] == 2 * MIB
     assert 1.5 * MIB < figures["used_nbytes"] <= 2 * MIB, "no more goes than has to, folders counted"
@@ -109,3 +116,110 @@ def test_a_new_tenant_takes_its_share_from_those_without_a_quota(site: Site) -> 
     assert (stats.capacity_nbytes, daemon.store_of("b").stats().capacity_nbytes) == (2 * MIB, 2 * MIB)
     assert 0 < stats.used_nbytes <= 2 * MIB
     assert mine.lookup(keys[-1]).prefix == CHAIN, "the oldest went"
+
+
+class _Host:
+    """One that has a fixed amount of memory, of which arenas take what they map."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.daemon: Daemon | None = None
+        monkeypatch.setattr(arena, "available_memory", self.available)
+
+    def available(self) -> int:
+        stores = [] if self.daemon is None else list(self.daemon.stores.values())
+        return self.nbytes - sum(one.arena.mapped_nbytes + one.arena.kept_nbytes for one in stores)
+
+
+def test_a_full_host_gives_a_new_tenant_what_others_give_up(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = _Host(monkeypatch, 4 * MIB + (64 << 10))
+    site.tenant("a", Limits(dram=3 * MIB))
+    site.tenant("b", Limits(dram=1 * MIB))
+    tokens = {name: site.token(name) for name in ("a", "b")}
+    daemon = host.daemon = site.start()
+    for name, chains in (("a", 4), ("b", 2)):
+        filled(site, tokens[name], chains)
+    assert host.available() < MIB
+    site.tenant("a", Limits(dram=1 * MIB))
+    site.tenant("c", Limits(dram=2 * MIB))
+    third = site.token("c")
+    assert "a has now memory 1 MiB" in daemon.tenants.reload()
+    capacities = {name: store.stats().capacity_nbytes // MIB for name, store in daemon.stores.items()}
+    assert capacities == {"a": 1, "b": 1, "c": 2}
+    with edited(site.path) as box:  # and of one that goes
+        tenants = {name: limits for name, limits in box[0].tenants.items() if name != "b"}
+        left = tuple(one for one in box[0].credentials if one.tenant != "b")
+        box[0] = msgspec.structs.replace(box[0], tenants=tenants, credentials=left)
+    filled(site, third, 3)
+    site.tenant("d", Limits(dram=1 * MIB))
+    site.token("d")
+    assert "tenant b is gone" in daemon.tenants.reload()
+    assert daemon.store_of("d").stats().capacity_nbytes == MIB
+
+
+def test_a_reload_that_fails_on_a_full_host_changes_no_quota(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = _Host(monkeypatch, 4 * MIB + (64 << 10))
+    site.tenant("a", Limits(dram=3 * MIB))
+    token = site.token("a")
+    daemon = host.daemon = site.start()
+    mine, keys = filled(site, token, 4)
+    store = daemon.store_of("a")
+
+    def refused(tenant: str, config: StoreConfig) -> TieredStore:
+        assert (store.arena.capacity_nbytes, tenant, config.dram_capacity) == (MIB, "b", 2 * MIB)
+        assert host.available() >= 2 * MIB, "it has made room"
+        raise ConfigError("the folder is another's")
+
+    monkeypatch.setattr(daemon.tenants, "_open_store", refused)
+    site.tenant("a", Limits(dram=1 * MIB))
+    site.tenant("b", Limits(dram=2 * MIB))
+    site.token("b")
+    with pytest.raises(ConfigError, match="another's"):
+        daemon.tenants.reload()
+    assert list(daemon.stores) == ["a"]
+    assert (store.stats().capacity_nbytes, store.write_quota_nbytes) == (3 * MIB, 3 * MIB)
+    assert mine.lookup(keys[3]).prefix == CHAIN, "what was used last is still there"
+    save_blocks(mine, mine.keys([99] * SPEC.block_tokens * 2 * CHAIN))
+    assert store.stats().used_nbytes > MIB
+
+
+def test_less_than_a_page_is_refused_by_name_and_changes_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Placement, "check", lambda *_: None)  # as if there were a pool of large pages
+    site.tenant("a", Limits(dram=4 * MIB))
+    site.token("a")
+    daemon = site.start("store.hugepages=true")
+    site.tenant("a", Limits(dram=1 * MIB, requests=0.1))
+    with pytest.raises(ConfigError, match="1 MiB, below one page of 2 MiB"):
+        daemon.tenants.reload()
+    assert daemon.store_of("a").stats().capacity_nbytes == 4 * MIB
+    assert daemon.tenants.all["a"].meter.limits == (None, None)
+
+
+@pytest.mark.parametrize("mode", ["shared", "copy"])
+def test_a_client_with_a_cap_goes_on_whatever_is_reloaded(site: Site, mode: str) -> None:
+    site.tenant("a", Limits(dram=4 * MIB))
+    token = site.token("a")
+    daemon = site.start(f"daemon.arena={mode}")
+    client = site.client(token, max_mapped_nbytes=4 * MIB)
+    ns, store = client.namespace(SPEC), daemon.store_of("a")
+    for turn in range(6):
+        keys = ns.keys([turn] * SPEC.block_tokens * 4 * CHAIN)
+        save_blocks(ns, keys)
+        with ns.load(keys, deadline=deadline_in(20)) as lease:
+            assert len(lease) == len(keys)
+            assert bytes(lease.view(turn)) == block_bytes(keys[turn], SPEC.block_nbytes)
+        client.link._flush_ends()
+        for share in (1 * MIB, 4 * MIB):
+            site.tenant("a", Limits(dram=share))
+            daemon.tenants.reload()
+    assert store.arena.mapped_nbytes + store.arena.kept_nbytes <= 4 * MIB
+    assert client.counters.missed_loads == 0
+    site.tenant("a", Limits(dram=1 * MIB))
+    daemon.tenants.reload()
+    wait_until(lambda: client.link.arena.map.mapped_nbytes <= 1 * MIB + store.arena.kept_nbytes)

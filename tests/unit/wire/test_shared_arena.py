@@ -227,6 +227,41 @@ def test_more_than_the_client_will_map(served: Callable[..., Channel], arena: Ar
     assert open_descriptors() <= before + 2
 
 
+@pytest.mark.parametrize("mode", ["shared", "copy"])
+def test_what_the_owner_does_not_use_any_more_is_let_go_of_and_does_not_count(
+    served: Callable[..., Channel], mode: str
+) -> None:
+    arena = Arena(4 * SEGMENT, tenant="t", segment_nbytes=SEGMENT, shared=mode == "shared")
+    channel, shared = served(arena), SharedArena(max_nbytes=4 * SEGMENT)
+    held = arena.allocate(PAGE_NBYTES)
+    assert held is not None
+    for turn in range(30):
+        slots = arena.allocate_many(4 * SEGMENT // PAGE_NBYTES - 1, PAGE_NBYTES)
+        assert slots is not None
+        shared.attach(channel, deadline_in(20))
+        assert shared.map.segments == arena.segment_count
+        for slot in (slots[0], slots[-1], held):
+            assert shared.view(slot) == arena.view(slot)
+        for slot in slots:
+            arena.free(slot)
+        arena.resize(SEGMENT)
+        assert not shared.forget_gone()  # as a client does now and then
+        assert shared.map.mapped_nbytes == SEGMENT
+        arena.resize(4 * SEGMENT)
+        if turn % 7 == 6:  # what is held lies in different segments
+            moved = arena.allocate(PAGE_NBYTES)
+            assert moved is not None
+            arena.free(held)
+            held = moved
+    late = SharedArena(max_nbytes=4 * SEGMENT)
+    late.attach(served(arena), deadline_in(20))
+    assert late.map.segments == arena.segment_count > 4
+    assert late.view(held) == arena.view(held)
+    arena.close()
+    assert not shared.forget_gone()
+    assert shared.map.mapped_nbytes == 0
+
+
 def test_a_closed_arena_or_map_says_so(served: Callable[..., Channel], arena: Arena) -> None:
     grow(arena, 1)
     channel, shared = served(), SharedArena()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from kvferry.core.block_events import BlockFeed, BlockJournal
-from kvferry.core.eviction import Entry, EvictionPolicy
+from kvferry.core.eviction import Entry, EvictionPolicy, tell_capacity
 from kvferry.core.keys import BlockKey
 from kvferry.store.disk.entries import DiskEntry, NamespaceIndex
 from kvferry.store.disk.removals import Removals
@@ -62,6 +62,12 @@ class DiskIndex:
         self._told_of = ""  # whose blocks it is about
         self._numbers: dict[int, int] = {}  # one int object for equal sizes and positions
         self._encodings: dict[Encoding, Encoding] = {}  # and one for equal encodings
+
+    def resize(self, capacity_nbytes: int) -> None:
+        """Another cap from now on; what is above it has to be evicted."""
+        with self.lock:
+            self.capacity_nbytes = capacity_nbytes
+            tell_capacity(self._policy, capacity_nbytes)
 
     # -- namespaces ------------------------------------------------------------------------------------
 

@@ -80,6 +80,11 @@ class DiskOptions:
         require_bool("verify", self.verify)
         require_number("retry_s", self.retry_s, above=0, most=_MAX_RETRY_S)
 
+    @property
+    def quarantine_bound_nbytes(self) -> int:
+        """Most bytes of corrupt files that each directory keeps."""
+        return min(self.quarantine_nbytes, self.capacity_nbytes // 8)
+
     @classmethod
     def from_mapping(cls, where: str, values: Mapping[str, object]) -> DiskOptions:
         """Options from a table of the configuration; sizes also as ``8GiB``, times as ``5s``.

@@ -52,6 +52,16 @@ class Quarantine:
             self._held = deque(found)
             self.nbytes = sum(nbytes for _, nbytes in found)
 
+    def limit(self, max_nbytes: int, root: int | None) -> None:
+        """Another bound; what is above it goes now, the oldest first, if the directory is up."""
+        self._max_nbytes = max_nbytes
+        if root is None:
+            return
+        try:
+            self._trim(root)
+        except OSError as error:
+            self._problems.incident("quarantine", reason_of(error))
+
     def put(self, root: int, folder: OpenFolder, namespace_id: bytes, key: BlockKey, nbytes: int) -> int:
         """Put a corrupt file out of the way: in here, or away if this cannot hold it.
 
@@ -130,19 +140,27 @@ class Quarantine:
 
     def _trim(self, root: int) -> None:
         """Remove the oldest until the rest is within the bound."""
-        while True:
-            with self._lock:
-                if self.nbytes <= self._max_nbytes or not self._held:
-                    return
-                name, nbytes = self._held.popleft()
-                self.nbytes -= nbytes
+        while self.nbytes > self._max_nbytes:
             fd = self._files.open_folder(names.QUARANTINE_NAME, root)
+            name, nbytes = self._take_oldest()
             try:
-                self._files.unlink(name, fd)
+                if name:
+                    self._files.unlink(name, fd)
             except OSError as error:
                 if not is_gone(error):
                     self._leftovers.add(names.QUARANTINE_NAME, name, nbytes)  # its bytes stay charged
                     continue
             finally:
                 self._files.close(fd)
+            if not name:
+                return
             self._charge(-nbytes)
+
+    def _take_oldest(self) -> tuple[str, int]:
+        """What is to go, not counted here any more; nothing if the rest is within the bound."""
+        with self._lock:
+            if self.nbytes <= self._max_nbytes or not self._held:
+                return "", 0
+            name, nbytes = self._held.popleft()
+            self.nbytes -= nbytes
+            return name, nbytes

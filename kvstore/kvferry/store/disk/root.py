@@ -91,10 +91,8 @@ class Root:
         self._problems = problems
         self._tell = charge
         self.leftovers = Leftovers(files, self.charge)
-        self._quarantine = Quarantine(
-            files, problems, self.charge, min(options.quarantine_nbytes, options.capacity_nbytes // 8),
-            self.leftovers,
-        )  # fmt: skip
+        bound = options.quarantine_bound_nbytes
+        self._quarantine = Quarantine(files, problems, self.charge, bound, self.leftovers)
         self._obstacles = Obstacles(files, self._quarantine, self.charge)
         self._durable = options.sync != "none"
         self._retry_s = options.retry_s
@@ -476,6 +474,10 @@ class Root:
     def quarantine(self, folder: OpenFolder, namespace_id: bytes, key: BlockKey, nbytes: int) -> int:
         """Put a corrupt file out of the way: see :meth:`Quarantine.put`."""
         return self._quarantine.put(self._require_up().fd, folder, namespace_id, key, nbytes)
+
+    def limit_quarantine(self, nbytes: int) -> None:
+        """Another bound: see :meth:`Quarantine.limit`."""
+        self._quarantine.limit(nbytes, None if self._top is None else self._top.fd)
 
     @property
     def quarantined_nbytes(self) -> int:

@@ -59,6 +59,7 @@ class DiskState:
         runs: Writes and reads several files at once; ``None``: that is done one system call at a time.
         is_shrinking: The capacity was changed: what is above it is still to be evicted.
         wake: Called when there is something to look after in the background.
+        shrunk: Called when what was above a lowered capacity has gone.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class DiskState:
         self.runs = file_runs() if type(files) is Files else None  # others want to see each call
         self.is_shrinking = False
         self.wake: Callable[[], None] = _nothing
+        self.shrunk: Callable[[], None] = _nothing
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
         self._obstructed: set[tuple[Root, NamespaceIndex, BlockKey]] = set()
@@ -207,6 +209,9 @@ class DiskState:
     def shrink(self) -> int:
         """Evict what is above the capacity, which was lowered; bytes above it that may not go now."""
         index = self.index
+        if index.used_nbytes > index.capacity_nbytes:
+            for root in self.roots:  # before blocks
+                root.limit_quarantine(self.options.quarantine_bound_nbytes)
         while (above := index.used_nbytes - index.resisting_nbytes - index.capacity_nbytes) > 0:
             victims = index.evict(-(-above // 8))  # not all at once: folders that fall empty count, too
             if victims is None:
@@ -221,6 +226,8 @@ class DiskState:
             self.is_shrinking = False  # first: another change may come
             if self.shrink() > 0:
                 self.is_shrinking = True
+            else:
+                self.shrunk()
         return self.is_shrinking
 
     def remove_first(self, going: deque[DiskEntry]) -> None:

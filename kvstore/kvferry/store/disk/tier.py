@@ -127,7 +127,7 @@ class DiskTier(Tier):
         ready = int(self._state.runs is not None and options.write_threads > 1)
         self._writers = IoPool(f"kvferry-{name}-write", options.write_threads + ready)
         self._maintenance = Maintenance(name, self._state, self._readers, self._start_root)
-        self._state.wake = self._maintenance.wake
+        self._state.wake, self._state.shrunk = self._maintenance.wake, self._compare_blocks
         try:
             self._maintenance.start(self._start_all())
         except BaseException:
@@ -206,7 +206,8 @@ class DiskTier(Tier):
     def resize(self, capacity_nbytes: int) -> None:
         """See :class:`~kvferry.store.tier.Tier`."""
         self.options = self._state.options = replace(self.options, capacity_nbytes=capacity_nbytes)
-        self._state.index.capacity_nbytes = capacity_nbytes
+        self._state.index.resize(capacity_nbytes)
+        self._compare_blocks()
         self._state.is_shrinking = True
         self._maintenance.wake()
 
@@ -241,7 +242,15 @@ class DiskTier(Tier):
         self._told[namespace] = index
         self._compare_block(namespace, template)
 
-    def _compare_block(self, namespace: TierNamespace, template: HeaderTemplate) -> None:
+    def _compare_blocks(self) -> None:
+        """Blocks may fit, or not fit any more, into another capacity, or beside less that is no block."""
+        before, self._notes = self._notes, {}
+        for namespace, index in list(self._told.items()):
+            self._compare_block(namespace, self._state.templates.get(index, namespace), before)
+
+    def _compare_block(
+        self, namespace: TierNamespace, template: HeaderTemplate, told: Mapping[str, str] | None = None
+    ) -> None:
         """Tell of blocks that can never be stored."""
         needed, other = least_room(template.file_nbytes), self._overhead_nbytes()
         capacity = self.options.capacity_nbytes
@@ -253,8 +262,10 @@ class DiskTier(Tier):
             )
             if len(self._notes) >= _MOST_NOTES:
                 self._notes.pop(next(iter(self._notes)))
-            self._notes[f"{namespace.spec.model} {namespace.namespace_id.hex()[:16]}…"] = text
-            _log.warning("tier %s: %s: %s", self.name, namespace.spec.model, text)
+            key = f"{namespace.spec.model} {namespace.namespace_id.hex()[:16]}…"
+            self._notes[key] = text
+            if key not in (told or ()):
+                _log.warning("tier %s: %s: %s", self.name, namespace.spec.model, text)
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`. From memory; the deadline has no effect."""
