@@ -12,11 +12,12 @@ theirs: they cover the encoded bytes and belong to the tier or the link.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, TypeAlias
 
-from kvferry.core.buffers import address_of
+from kvferry.core.buffers import addresses_of
 from kvferry.core.errors import CodecError
 from kvferry.core.nearest import shown
 from kvferry.core.spec import LayerSpec, TensorSpec
@@ -208,9 +209,12 @@ def check_apart(srcs: Iterable[memoryview], dsts: Iterable[memoryview], who: str
     Raises:
         CodecError: If one has.
     """
-    spans = [(address_of(view), len(view), False) for view in srcs if len(view)]
-    spans += [(address_of(view), len(view), True) for view in dsts if len(view)]
-    spans.sort()
+    read, written = ([view for view in views if len(view)] for views in (srcs, dsts))
+    starts = addresses_of([*read, *written])
+    sizes = list(map(len, [*read, *written]))
+    if _disjoint(starts, sizes):
+        return
+    spans = sorted(zip(starts, sizes, [False] * len(read) + [True] * len(written), strict=True))
     read_end = written_end = 0
     for start, nbytes, is_output in spans:
         common = max(written_end, read_end if is_output else 0) - start
@@ -223,6 +227,12 @@ def check_apart(srcs: Iterable[memoryview], dsts: Iterable[memoryview], who: str
             written_end = start + nbytes
         else:
             read_end = max(read_end, start + nbytes)
+
+
+def _disjoint(starts: Sequence[int], sizes: Iterable[int]) -> bool:
+    """Whether no two spans have a byte in common: when one begins, all that began before it have ended."""
+    ends = sorted(map(operator.add, starts, sizes))
+    return all(map(operator.le, ends, sorted(starts)[1:]))
 
 
 def check_writable(dst: memoryview, codec_id: str) -> None:

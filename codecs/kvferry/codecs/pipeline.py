@@ -7,7 +7,6 @@ reader needs no configuration: :mod:`kvferry.codecs.decoding`.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -191,9 +190,11 @@ class CodecPipeline:
         self._check_buffers(srcs, dsts)
         if len(srcs) != len(dsts):
             raise CodecError(f"codec {self.text!r}: {len(srcs)} inputs for {len(dsts)} outputs")
-        shapes = [self._shape(layer, len(src)) for src in srcs]
+        of_nbytes = {nbytes: self._shape(layer, nbytes) for nbytes in set(map(len, srcs))}
+        shapes = [of_nbytes[len(src)] for src in srcs]
         for shape, dst in zip(shapes, dsts, strict=True):
-            self._check_room(dst, shape.needed)
+            if len(dst) < shape.needed or dst.readonly:
+                self._check_room(dst, shape.needed)
         used = [dst[: shape.needed] for shape, dst in zip(shapes, dsts, strict=True)]
         check_apart(srcs, used, self._who)
         done = _run(shapes, srcs, dsts)
@@ -463,8 +464,13 @@ def _run(
 ) -> list[tuple[int, int]]:
     """Size and flags of the frames that the kernels make by themselves, from the first on."""
     frames = kernels().frames
-    forms = list(itertools.takewhile(lambda form: form is not None, (shape.form for shape in shapes)))
-    if frames is None or not forms:
+    if frames is None:
         return []
-    some = [form for form in forms if form is not None]
+    some: list[FrameForm] = []
+    for shape in shapes:
+        if shape.form is None:
+            break
+        some.append(shape.form)
+    if not some:
+        return []
     return frames.encode(some, srcs[: len(some)], dsts if in_row else dsts[: len(some)], in_row=in_row)

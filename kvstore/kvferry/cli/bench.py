@@ -63,7 +63,7 @@ ServeUrl = Annotated[
 Rates = Annotated[Text, typer.Option(metavar="RATE;…", help="Links of adaptive. [default: 50MB/s;…;4GB/s]")]
 KeptTokens = Annotated[
     Number,
-    typer.Option(min=0, help="First tokens that lossy ones leave alone, as on links; 0: tiers. [default: 4]"),
+    typer.Option(min=0, help="First tokens that lossy ones leave alone; 4: as on links. [default: 0]"),
 ]
 TierCodec = Annotated[
     Text,

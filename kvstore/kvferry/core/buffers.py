@@ -74,10 +74,10 @@ def address_of(view: memoryview) -> int:
 
 
 def addresses_of(views: Sequence[memoryview]) -> list[int]:
-    """Of the first byte of each; none may be empty."""
+    """Of the first byte of each; 0 of one that has none. Fastest where all are writable and have some."""
     try:
         return list(map(ctypes.addressof, map(ctypes.c_char.from_buffer, views)))
-    except TypeError:  # one is read-only
+    except (TypeError, ValueError):  # one is read-only, or empty
         return list(map(address_of, views))
 
 

@@ -105,6 +105,25 @@ def test_constants_come_back_within_one_step(name: str, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+@pytest.mark.parametrize("mean", [0.0, 300.0])
+def test_keys_of_the_first_token_are_all_but_exact(mean: float, dtype: DType) -> None:
+    """Where the other keys of a channel are finer than its values: those are off by half a step, as ever."""
+    rows = 64
+    layer = LayerSpec((TensorSpec("k", (rows, 3, 48), dtype),))
+    values = np.random.default_rng(3).standard_normal((rows, 144)).astype(np.float32) + np.float32(mean)
+    values[0, ::2] = mean + 6  # the first token beyond the range of the others, as real ones are
+    data = raw_of(values, dtype)
+    out, _ = through(Int4Codec(), layer, data)
+    x, y = (as_float32(a, dtype).reshape(2, 32, 144) for a in (data, out))
+    steps = (x.max(axis=1) - x.min(axis=1)) / 15
+    coarse = np.abs(x).max() * np.float32(2.0 ** (-8 if dtype is DType.BFLOAT16 else -11))  # of one value
+    off = np.abs(x - y).max(axis=1)
+    assert (off <= 0.57 * steps + coarse).all()
+    if mean == 0:
+        assert (np.abs(x - y)[0, 0] <= 0.07 * steps[0]).all()
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 @pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", sorted(CODECS))
 def test_what_is_not_finite_harms_no_neighbour(name: str, wrong: float, dtype: DType) -> None:

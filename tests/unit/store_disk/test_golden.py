@@ -135,7 +135,7 @@ CODECS = {
     "shuffle|zstd": _encoded_space("org/zstd"),
     "lz4": _encoded_space("org/opaque", layout="engine/v1"),
 }
-STABLE = ("ebp", "int8", "int4(group=64)")  # others may write other bytes with another library
+STABLE = ("ebp", "int8")  # others may write other bytes with another library, and int4 with another release
 
 
 def kv_data(namespace: TierNamespace, position: int) -> bytes:

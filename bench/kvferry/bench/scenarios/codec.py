@@ -17,7 +17,6 @@ from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_nbytes, parse_rate
-from kvferry.streaming.encoding import KEPT_TOKENS
 
 __all__ = ["AUTO_CODECS", "DEFAULT_CODECS", "DEFAULT_RATES", "CodecOptions", "run", "short_name"]
 
@@ -46,7 +45,7 @@ class CodecOptions:
     adaptive: tuple[str, ...] = ()
     rates: tuple[str, ...] = ()
     layers: int = 64
-    kept_tokens: int = KEPT_TOKENS
+    kept_tokens: int = 0
 
     @classmethod
     def of(cls, options: Options) -> CodecOptions:
@@ -78,7 +77,7 @@ class CodecOptions:
             adaptive=tuple(CodecPipeline.parse(text).text for text in adaptive),
             rates=tuple(str(options.param("rates", DEFAULT_RATES)).split(";")),
             layers=int(options.param("layers", 64)),
-            kept_tokens=int(options.param("kept_tokens", KEPT_TOKENS)),
+            kept_tokens=int(options.param("kept_tokens", 0)),
         )
         for rate in found.rates:
             parse_rate(rate)

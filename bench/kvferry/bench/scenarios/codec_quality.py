@@ -82,7 +82,7 @@ def run_quality(kv: ModelKV, options: CodecOptions, progress: Progress) -> Itera
 def text_quality(kv: ModelKV, text: TextKV, pipeline: CodecPipeline, expected: torch.Tensor) -> Quality:
     """Encode and decode the KV of ``text``, predict with it, and put it back as it was.
 
-    The first tokens stay as they are where a pipeline is lossy: that is how KV goes over a link.
+    On request the first tokens stay as they are where a pipeline is lossy: that is how KV goes over a link.
 
     Args:
         kv: The model.

@@ -126,9 +126,9 @@ def _unsortable(order: torch.Tensor) -> torch.Tensor:
 # -- groups --------------------------------------------------------------------------------------------
 
 
-def _encode_lanes(raw: torch.Tensor, kind: int, dtype: int) -> _Lanes:
+def _encode_lanes(raw: torch.Tensor, kind: int, dtype: int, *, anchored: bool = False) -> _Lanes:
     if kind in (INT4, INT8_RANGE):
-        return _encode_range(raw, kind, dtype)
+        return _encode_range(raw, kind, dtype, anchored and kind == INT4)
     top = (raw & 0x7FFF).amax(dim=1)
     kept = top >= 0x7C00 if dtype else (top != 0) & ((top < 0x0880) | (top >= 0x7E80))
     zero = (top == 0) | kept
@@ -142,7 +142,7 @@ def _encode_lanes(raw: torch.Tensor, kind: int, dtype: int) -> _Lanes:
     return _Lanes([torch.where(kept, _KEPT, scale)], torch.where(kept[:, None], 0, codes), kept)
 
 
-def _encode_range(raw: torch.Tensor, kind: int, dtype: int) -> _Lanes:
+def _encode_range(raw: torch.Tensor, kind: int, dtype: int, anchored: bool) -> _Lanes:
     order = _sortable(raw)
     low, high = _unsortable(order.amin(dim=1)), _unsortable(order.amax(dim=1))
     limit = 0x7C00 if dtype else 0x7E80
@@ -152,8 +152,12 @@ def _encode_range(raw: torch.Tensor, kind: int, dtype: int) -> _Lanes:
     kept = kept | ((span != 0) & (span < 2.0**-100))
     share = span / _LEVELS[kind]
     step = _bf16_of(share) if kind == INT4 else _bf16_above(share)
-    inverse = torch.where((span == 0) | kept, 0.0, 1.0 / value_of(step, 0))
+    flat = (span == 0) | kept
+    inverse = torch.where(flat, 0.0, 1.0 / value_of(step, 0))
     values = value_of(torch.where(kept[:, None], 0, raw), dtype)
+    if anchored:
+        low = torch.where(flat, low, _anchored(low, values[:, 0], value_of(step, 0), inverse, dtype))
+        lowest = value_of(torch.where(kept, 0, low), dtype)
     scaled = (values - torch.where(kept, 0.0, lowest)[:, None]) * inverse[:, None]
     codes = scaled.round().clamp(0, _LEVELS[kind]).to(torch.uint8)
     packed = codes[:, : code_nbytes(kind, raw.shape[1])].clone()
@@ -162,6 +166,16 @@ def _encode_range(raw: torch.Tensor, kind: int, dtype: int) -> _Lanes:
         packed[:, : raw.shape[1] - half] |= codes[:, half:] << 4
     packed[kept] = 0
     return _Lanes([torch.where(kept, _KEPT, step), torch.where(kept, 0, low)], packed, kept)
+
+
+def _anchored(
+    low: torch.Tensor, values: torch.Tensor, step: torch.Tensor, inverse: torch.Tensor, dtype: int
+) -> torch.Tensor:
+    """As ``anchored`` of the native library, for the first element of each group."""
+    above = ((values - value_of(low, dtype)) * inverse).round() * step
+    moved = _of_value(values - above, dtype)
+    off = value_of(moved, dtype) + above - values
+    return torch.where((off <= step * 0.125) & (-off <= step * 0.125), moved, low)
 
 
 def _decode_lanes(
@@ -235,7 +249,7 @@ def _encode_channels(rows: torch.Tensor, kind: int, group: int, dtype: int) -> t
     parameters, codes, raw, count = [], [], [], 0
     for at in range(0, rows.shape[0], group):
         columns = rows[at : at + group].T.contiguous()
-        lane = _encode_lanes(columns, kind, dtype)
+        lane = _encode_lanes(columns, kind, dtype, anchored=at == 0)
         parameters += [to_bytes(p) for p in lane.parameters]
         codes.append(lane.codes.T.reshape(-1))
         raw.append(to_bytes(columns[lane.kept]))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvferry.codecs.fallback.floats import (
     U16,
+    Floats,
     bf16_above,
     bf16_of,
     fp8_of,
@@ -159,9 +160,9 @@ def sizes_of(view: Shape, kind: int, axis: int, group: int) -> _Sizes:
 # -- groups --------------------------------------------------------------------------------------------
 
 
-def _encode_lanes(raw: U16, kind: int, dtype: int) -> _Lanes:
+def _encode_lanes(raw: U16, kind: int, dtype: int, *, anchored: bool = False) -> _Lanes:
     if kind in (INT4, INT8_RANGE):
-        return _encode_range(raw, kind, dtype)
+        return _encode_range(raw, kind, dtype, anchored and kind == INT4)
     top = (raw & 0x7FFF).max(axis=1)
     kept = top >= 0x7C00 if dtype else (top != 0) & ((top < 0x0880) | (top >= 0x7E80))
     zero = (top == 0) | kept
@@ -176,7 +177,7 @@ def _encode_lanes(raw: U16, kind: int, dtype: int) -> _Lanes:
     return _Lanes([np.where(kept, _KEPT, scale).astype(np.uint16)], np.where(kept[:, None], 0, codes), kept)
 
 
-def _encode_range(raw: U16, kind: int, dtype: int) -> _Lanes:
+def _encode_range(raw: U16, kind: int, dtype: int, anchored: bool) -> _Lanes:
     order = sortable(raw)
     low, high = _unsortable(order.min(axis=1)), _unsortable(order.max(axis=1))
     limit = 0x7C00 if dtype else 0x7E80
@@ -192,6 +193,9 @@ def _encode_range(raw: U16, kind: int, dtype: int) -> _Lanes:
     with np.errstate(divide="ignore", over="ignore"):  # of groups that are kept
         inverse = np.where(flat, np.float32(0), np.float32(1) / value_of(step, 0))
     values = value_of(np.where(kept[:, None], 0, raw).astype(np.uint16), dtype)
+    if anchored:
+        low = np.where(flat, low, _anchored(low, values[:, 0], value_of(step, 0), inverse, dtype))
+        lowest = value_of(np.where(kept, 0, low).astype(np.uint16), dtype)
     with np.errstate(over="ignore"):
         scaled = (values - np.where(kept, np.float32(0), lowest)[:, None]) * inverse[:, None]
     codes = np.clip(np.rint(scaled), 0, _LEVELS[kind]).astype(np.uint8)
@@ -202,6 +206,16 @@ def _encode_range(raw: U16, kind: int, dtype: int) -> _Lanes:
     packed[kept] = 0
     steps = np.where(kept, _KEPT, step).astype(np.uint16)
     return _Lanes([steps, np.where(kept, 0, low).astype(np.uint16)], packed, kept)
+
+
+def _anchored(low: U16, values: Floats, step: Floats, inverse: Floats, dtype: int) -> U16:
+    """As ``anchored`` of the native library, for the first element of each group."""
+    with np.errstate(over="ignore", invalid="ignore"):  # of groups that are kept
+        above = np.rint((values - value_of(low, dtype)) * inverse) * step
+        moved = of_value(values - above, dtype)
+        off = value_of(moved, dtype) + above - values
+        most = step * np.float32(0.125)
+    return np.where((off <= most) & (-off <= most), moved, low).astype(np.uint16)
 
 
 def _unsortable(order: npt.NDArray[np.int16]) -> U16:
@@ -286,7 +300,7 @@ def _encode_channels(rows: U16, kind: int, group: int, dtype: int) -> tuple[list
     raw: list[ByteArray] = []
     for at in range(0, len(rows), group):
         columns = np.ascontiguousarray(rows[at : at + group].T)
-        lane = _encode_lanes(columns, kind, dtype)
+        lane = _encode_lanes(columns, kind, dtype, anchored=at == 0)
         parameters += [p.astype("<u2").view(np.uint8) for p in lane.parameters]
         codes.append(np.ascontiguousarray(lane.codes.T))
         raw += [columns[c].view(np.uint8) for c in np.flatnonzero(lane.kept)]

@@ -65,7 +65,7 @@ KVC_EXPORT int64_t kvc_encode(
     size_t at = 0;
     for (size_t i = 0; i < number; i++) {
         const kvc_piece *p = &pieces[i];
-        const kvc_tensor t = {src + p->offset, count, stride, p->rows, p->cols, p->dtype};
+        const kvc_tensor t = {src + p->offset, count, stride, p->rows, p->cols, p->dtype, 0};
         int64_t used;
         switch (p->operation) {
         case KVC_EBP: used = k->ebp_encode(&t, p->first, dst + at, capacity - at); break;
@@ -79,14 +79,18 @@ KVC_EXPORT int64_t kvc_encode(
     return (int64_t)at;
 }
 
+// What a call decodes that is more than a core's own cache holds is written past the caches: who reads it next has to fetch it
+// from further away than that in any case, and memory is not asked for what is overwritten, which is what threads wait for.
+static int decodes_past(size_t nbytes) { return nbytes >= (size_t)2 << 20; }
+
 // Decode all of `src`, one section a piece, into `count` slices. Returns nbytes, or why not.
-KVC_EXPORT int64_t kvc_decode(
-    const kvc_piece *pieces, size_t number, uint8_t *dst, size_t count, size_t stride, const uint8_t *src, size_t nbytes) {
+static int64_t decode_pieces(
+    const kvc_piece *pieces, size_t number, uint8_t *dst, size_t count, size_t stride, const uint8_t *src, size_t nbytes, int past) {
     const kvc_kernels *k = chosen();
     size_t at = 0;
     for (size_t i = 0; i < number; i++) {
         const kvc_piece *p = &pieces[i];
-        const kvc_tensor t = {dst + p->offset, count, stride, p->rows, p->cols, p->dtype};
+        const kvc_tensor t = {dst + p->offset, count, stride, p->rows, p->cols, p->dtype, past};
         int64_t used;
         switch (p->operation) {
         case KVC_EBP: used = k->ebp_decode(&t, src + at, nbytes - at); break;
@@ -100,6 +104,13 @@ KVC_EXPORT int64_t kvc_decode(
     return at == nbytes ? (int64_t)at : KVC_CORRUPT;
 }
 
+KVC_EXPORT int64_t kvc_decode(
+    const kvc_piece *pieces, size_t number, uint8_t *dst, size_t count, size_t stride, const uint8_t *src, size_t nbytes) {
+    const int64_t used = decode_pieces(pieces, number, dst, count, stride, src, nbytes, decodes_past(count * stride));
+    copy_fence();
+    return used;
+}
+
 #include "frames.h" // on top of these two
 
 KVC_EXPORT size_t kvc_encode_frames(kvc_frame *frames, size_t count, int in_row) { return frames_encode(frames, count, in_row); }
@@ -111,7 +122,7 @@ KVC_EXPORT void kvc_errors(
     size_t tokens, float *work, kvc_error *found) {
     for (size_t i = 0; i < number; i++) {
         const kvc_piece *p = &pieces[i];
-        const kvc_tensor t = {before + p->offset, count, stride, p->rows, p->cols, p->dtype};
+        const kvc_tensor t = {before + p->offset, count, stride, p->rows, p->cols, p->dtype, 0};
         const size_t step = tokens && p->rows > tokens ? p->rows / tokens : 1;
         chosen()->slices_error(&t, after + p->offset, step, work, &found[i]);
     }

@@ -159,7 +159,7 @@ static int64_t ebp_encode(const kvc_tensor *t, int bits, uint8_t *dst, size_t ca
 }
 
 static inline __attribute__((always_inline)) int ebp_decode_group(
-    v32 base, int fp16, int bits, v32 lo, ebp_planes_of *p, uint8_t *d, size_t valid) {
+    v32 base, int fp16, int bits, v32 lo, ebp_planes_of *p, uint8_t *d, size_t valid, int past) {
     const v32 out = v_set((uint8_t)((1 << bits) - 1));
     const v32 k = bits == 3 ? v_unpack3(p->packed) : v_unpack4(p->packed);
     p->packed += 4 * bits;
@@ -175,8 +175,12 @@ static inline __attribute__((always_inline)) int ebp_decode_group(
         e = v_or(v_shl3(e), v_unpack3(p->small));
         p->small += 12;
     }
+#if defined(KVC_AVX512)
+    if (past) v_merge_past(e, lo, d);
+    else v_merge(e, lo, d);
+#else
+    (void)past; // the escapes are put into what was just written
     v_merge(e, lo, d);
-#if !defined(KVC_AVX512)
     v_patch(d, escaped, p->escape, fp16 ? 0x83ff : 0x807f, fp16 ? 10 : 7);
 #endif
     p->escape += number;
@@ -188,9 +192,10 @@ static inline __attribute__((always_inline)) int ebp_decode_slices(
     const size_t n = kvc_elements(t), cols = t->cols;
     for (size_t s = 0; s < t->count; s++) {
         uint8_t *d = (uint8_t *)kvc_slice(t, s);
+        const int past = t->past && !((uintptr_t)d & 63);
         size_t i = 0, c = 0;
         for (; i + 32 <= n; i += 32) {
-            if (ebp_decode_group(bases_at(base, cols, c), fp16, bits, v_load(p->low), p, d + 2 * i, 32)) return KVC_CORRUPT;
+            if (ebp_decode_group(bases_at(base, cols, c), fp16, bits, v_load(p->low), p, d + 2 * i, 32, past)) return KVC_CORRUPT;
             p->low += 32;
             c += 32;
             while (c >= cols) c -= cols;
@@ -198,7 +203,7 @@ static inline __attribute__((always_inline)) int ebp_decode_slices(
         if (i < n) {
             uint8_t low[32] = {0}, last[64];
             memcpy(low, p->low, n - i);
-            if (ebp_decode_group(bases_at(base, cols, c), fp16, bits, v_load(low), p, last, n - i)) return KVC_CORRUPT;
+            if (ebp_decode_group(bases_at(base, cols, c), fp16, bits, v_load(low), p, last, n - i, 0)) return KVC_CORRUPT;
             p->low += n - i;
             memcpy(d + 2 * i, last, 2 * (n - i));
         }

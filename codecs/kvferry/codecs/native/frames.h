@@ -53,7 +53,7 @@ static inline int frame_encode(kvc_frame *f) {
     return 1;
 }
 
-static inline int frame_decode(kvc_frame *f, int in_row) {
+static inline int frame_decode(kvc_frame *f, int in_row, int past) {
     const kvc_form *g = f->form;
     const uint64_t slices = g->count * g->stride, head = g->header_nbytes;
     if (f->room < head) return 0;
@@ -66,7 +66,7 @@ static inline int frame_decode(kvc_frame *f, int in_row) {
     if (flags == FRAME_RAW) {
         if (body != slices) return 0;
         memcpy(f->slices, p + head, slices);
-    } else if (flags != g->header[FRAME_FLAGS] || kvc_decode(g->pieces, g->number, f->slices, g->count, g->stride, p + head, body) < 0)
+    } else if (flags != g->header[FRAME_FLAGS] || decode_pieces(g->pieces, g->number, f->slices, g->count, g->stride, p + head, body, past) < 0)
         return 0;
     f->flags = flags;
     f->nbytes = head + body;
@@ -84,9 +84,13 @@ static inline size_t frames_encode(kvc_frame *f, size_t count, int in_row) {
     return count;
 }
 static inline size_t frames_decode(kvc_frame *f, size_t count, int in_row) {
-    for (size_t i = 0; i < count; i++)
-        if (!frame_follows(f, i) || !frame_decode(&f[i], in_row)) return i;
-    return count;
+    size_t nbytes = 0, i = 0;
+    for (; i < count; i++) nbytes += f[i].form->count * f[i].form->stride;
+    const int past = decodes_past(nbytes);
+    for (i = 0; i < count; i++)
+        if (!frame_follows(f, i) || !frame_decode(&f[i], in_row, past)) break;
+    copy_fence();
+    return i;
 }
 
 #endif

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from kvferry.codecs.kernels import FrameForm
 from kvferry.codecs.native.addresses import pieces_of
-from kvferry.core.buffers import address_of
+from kvferry.core.buffers import addresses_of
 
 __all__ = ["NativeFrames"]
 
 _DERIVED: Final = "native"
 _FIELDS: Final = 6  # of kvc_frame, all of 64 bits
-_FRAME, _ROOM, _NBYTES, _FLAGS = range(2, _FIELDS)
+_FORM, _SLICES, _FRAME, _ROOM, _NBYTES, _FLAGS = range(_FIELDS)
 
 
 class _Form(ctypes.Structure):
@@ -69,20 +69,25 @@ def _run(
     frames: Sequence[memoryview],
     in_row: bool,
 ) -> list[tuple[int, int]]:
-    jobs = array("Q")
-    for form, data in zip(forms, slices, strict=True):
-        held: Any = form.derived.get(_DERIVED) or _made(form)
-        jobs.extend((held[0], address_of(data), 0, 0, 0, 0))
-    for index, frame in enumerate(frames):
-        jobs[index * _FIELDS + _FRAME] = address_of(frame)
-        jobs[index * _FIELDS + _ROOM] = len(frame)
+    # a column at a time: what is done here is done with the GIL held, while other threads wait for it
+    jobs = array("Q", bytes(8 * _FIELDS * len(slices)))
+    jobs[_FORM::_FIELDS] = array("Q", [_address(form) for form in forms])
+    jobs[_SLICES::_FIELDS] = array("Q", addresses_of(slices))
+    given = len(frames) * _FIELDS
+    jobs[_FRAME:given:_FIELDS] = array("Q", addresses_of(frames))
+    jobs[_ROOM:given:_FIELDS] = array("Q", map(len, frames))
     done = int(function(jobs.buffer_info()[0], len(slices), in_row))
     end = done * _FIELDS
     return list(zip(jobs[_NBYTES:end:_FIELDS], jobs[_FLAGS:end:_FIELDS], strict=True))
 
 
+def _address(form: FrameForm) -> int:
+    """Of the form as C has it, made once."""
+    held: Any = form.derived.get(_DERIVED) or _made(form)
+    return int(held[0])
+
+
 def _made(form: FrameForm) -> tuple[int, _Form]:
-    """The form as C has it, made once, and its address."""
     pieces, number = pieces_of(form.plan)
     made = _Form(pieces, number, form.count, form.plan.slice_nbytes, form.header, len(form.header), form.room)
     # what a thread that was faster made stays: this call's would die with this call

@@ -33,6 +33,7 @@ typedef struct {
     const uint8_t *data; // of the first slice; cast away const where it is the destination
     size_t count, stride, rows, cols;
     int dtype;
+    int past; // of a destination: elements may be written past the caches, and the caller fences
 } kvc_tensor;
 
 // Sums of squares: of the difference, of the elements, and of these without what sticks out; the largest difference.

@@ -35,6 +35,13 @@ static inline void v_merge(v32 hi, v32 lo, uint8_t *d) {
     v_store(d, ror1(_mm256_unpacklo_epi8(lo, hi)));
     v_store(d + 32, ror1(_mm256_unpackhi_epi8(lo, hi)));
 }
+// Past the caches; d is a multiple of 64.
+static inline void v_merge_past(v32 hi, v32 lo, uint8_t *d) {
+    hi = _mm256_permute4x64_epi64(hi, 0xd8);
+    lo = _mm256_permute4x64_epi64(lo, 0xd8);
+    _mm256_stream_si256((__m256i *)d, ror1(_mm256_unpacklo_epi8(lo, hi)));
+    _mm256_stream_si256((__m256i *)(d + 32), ror1(_mm256_unpackhi_epi8(lo, hi)));
+}
 static inline void v_pack4(v32 k, uint8_t *d) {
     const __m128i lo = _mm256_castsi256_si128(k), hi = _mm256_extracti128_si256(k, 1);
     _mm_storeu_si128((__m128i_u *)d, _mm_or_si128(lo, _mm_slli_epi16(hi, 4)));
