@@ -126,7 +126,7 @@ def test_what_a_disk_evicts_and_quarantines_is_told(running: Running, tmp_path: 
 
 def test_a_remote_index_tells_of_what_is_known_of_a_tenant() -> None:
     names = Names("kv", None, separator="/", tag=False)
-    index, feed = RemoteIndex(3 * 100, "s3"), BlockFeed(100)
+    index, feed = RemoteIndex(4 * 100, "s3"), BlockFeed(100)
     spaces = {tenant: TierNamespace.of(tenant, SPEC) for tenant in ("a", "b")}
 
     def one(number: int, tenant: str = "a") -> RemoteBlock:
@@ -141,10 +141,11 @@ def test_a_remote_index_tells_of_what_is_known_of_a_tenant() -> None:
     present = index.listen(feed, partial(block_of, names, names.tenant("a")))
     assert present == {spaces["a"].namespace_id: [BlockKey(b"\1" * 32)]}
     assert index.reserve(100) == []
-    index.stored(one(2), 100)
-    index.stored(one(2), 0)
+    index.stored([one(2)])
+    assert index.reserve(100) == []
+    index.stored([one(2)])
     assert told() == [(True, "s3", 2)], "once, and nothing that memory knew before"
-    assert index.reserve(100) == [one(9, "b")], "the oldest, and another tenant's"
+    assert index.reserve(200) == [one(9, "b")], "the oldest, and another tenant's"
     assert not told()
     victims = index.reserve(100) or []
     assert told() == [(False, "s3", 1)]

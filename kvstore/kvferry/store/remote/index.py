@@ -101,12 +101,13 @@ class RemoteIndex:
             self.evicted -= len(victims)
             self._put_back(victims)
 
-    def stored(self, held: Held, reserved_nbytes: int) -> None:
-        """A write has ended: what it had reserved is now this block."""
+    def stored(self, blocks: Sequence[Held]) -> None:
+        """Writes have ended: what each had reserved, just its size, is now this block."""
         with self._lock:
-            self._used -= reserved_nbytes
-            self._add(held)
-            if not self.capacity_nbytes and len(self._held) > _MOST_UNBOUNDED:
+            for held in blocks:
+                self._used -= held.nbytes
+                self._add(held)
+            while not self.capacity_nbytes and len(self._held) > _MOST_UNBOUNDED:
                 _, old = self._held.popitem(last=False)
                 self._used -= old.nbytes
                 self._note(False, old.name)  # from here on nobody would tell of its end

@@ -52,6 +52,7 @@ _MAGIC: Final = b"kvferryM"
 _HEAD: Final = struct.Struct("<8sHHIQ")
 HEAD_NBYTES: Final = _HEAD.size
 _IDENTITY: Final = struct.Struct("<32s32s32s32s16s8sq")
+_POSITION: Final = struct.Struct("<q")
 _COUNTS: Final = struct.Struct("<IIII")
 _PART: Final = struct.Struct("<QQ")
 _U64: Final = struct.Struct("<Q")
@@ -146,6 +147,24 @@ class ManifestTemplate:
         self._spec = json.dumps(spec_to_json(namespace.spec), separators=(",", ":")).encode("ascii")
         self.inline_nbytes = HEAD_NBYTES + _IDENTITY.size + _COUNTS.size + len(self._spec) + CHECKSUM_NBYTES
         self.value_nbytes = self.inline_nbytes + self.data_nbytes + CHECKSUM_NBYTES
+        # what is the same in all manifests of blocks as they lie in memory
+        rest = self.inline_nbytes - HEAD_NBYTES
+        self._inline_heads = [
+            _HEAD.pack(_MAGIC, FORMAT_VERSION, flags, rest, self.data_nbytes)
+            for flags in (_INLINE, _INLINE | _HAS_PARENT)
+        ]
+        self._inline_who = b"".join((self._fingerprint, self._namespace_id, tenant, bytes(WRITE_ID_NBYTES)))
+        self._inline_end = _COUNTS.pack(len(self._spec), 0, 0, 0) + self._spec
+
+    def build_inline(self, key: BlockKey, parent: BlockKey | None, position: int) -> bytes:
+        """As :meth:`build` of a block whose data follows as it lies in memory; in less time."""
+        found = b"".join(
+            (
+                self._inline_heads[parent is not None], key, parent or _NO_KEY, self._inline_who,
+                _POSITION.pack(position), self._inline_end,
+            )
+        )  # fmt: skip
+        return found + _U64.pack(xxhash.xxh3_64_intdigest(found))
 
     def build(self, key: BlockKey, manifest: Manifest) -> bytes:
         """The manifest of a block; with the data behind it if it has no parts."""

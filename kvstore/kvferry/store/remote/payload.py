@@ -32,7 +32,7 @@ __all__ = ["Decoding", "Received", "Sink", "receive_block", "receive_part", "sen
 
 CHUNK_NBYTES: Final = 256 << 10
 _RUN_NBYTES: Final = 1 << 20  # sent by one call, and hashed after it
-_LAST_NBYTES: Final = 16 << 10
+_LAST_NBYTES: Final = 16 << 10  # for the end: so little that what follows it goes with it
 _U64: Final = struct.Struct("<Q")
 Pieces: TypeAlias = "Sequence[memoryview | bytes]"
 
@@ -202,34 +202,24 @@ def receive_part(part: Part, into: memoryview, nbytes: int) -> Sink:
 
 def send_block(manifest: bytes, data: memoryview) -> Iterator[Pieces]:
     """A manifest, the data and its checksum."""
-    first: Sequence[memoryview | bytes] = (manifest,)
+    pieces: list[memoryview | bytes] = [manifest]
     digest = xxhash.xxh3_64()
-    for piece in _sent_one_by_one(data):
-        if first:
-            yield [*first, piece]
-            first = ()
-        else:
-            yield [piece]
+    end = max(0, len(data) - _LAST_NBYTES)
+    for at in range(0, end, _RUN_NBYTES):
+        piece = data[at : min(at + _RUN_NBYTES, end)]
+        pieces.append(piece)
+        yield pieces
         digest.update(piece)  # what the kernel has just read is in a cache, and the server takes it meanwhile
-    last = data[len(data) - _last_nbytes(data) :]
+        pieces = []
+    last = data[end:]
     digest.update(last)
-    yield [*first, last, _U64.pack(digest.intdigest())]
+    pieces += (last, _U64.pack(digest.intdigest()))
+    yield pieces
 
 
 def send_part(data: memoryview) -> Iterator[Pieces]:
     """The bytes of a part; its checksum is in the manifest."""
-    for piece in _sent_one_by_one(data):
-        yield [piece]
-    yield [data[len(data) - _last_nbytes(data) :]]
-
-
-def _last_nbytes(data: memoryview) -> int:
-    """What is left for the end: so little that what follows goes with it, and needs no packet of its own."""
-    return min(len(data), _LAST_NBYTES)
-
-
-def _sent_one_by_one(data: memoryview) -> Iterator[memoryview]:
-    """All but the last bytes, in runs."""
-    end = len(data) - _last_nbytes(data)
+    end = max(0, len(data) - _LAST_NBYTES)
     for at in range(0, end, _RUN_NBYTES):
-        yield data[at : min(at + _RUN_NBYTES, end)]
+        yield [data[at : min(at + _RUN_NBYTES, end)]]
+    yield [data[end:]]

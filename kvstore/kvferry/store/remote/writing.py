@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -16,7 +16,7 @@ from kvferry.store.remote.backend import Answer, Backend, Done, Put
 from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import NAME_NBYTES, Held, RemoteIndex
 from kvferry.store.remote.manifest import CHECKSUM_NBYTES, MAX_PARTS, WRITE_ID_NBYTES, Manifest, Part
-from kvferry.store.remote.payload import send_block, send_part
+from kvferry.store.remote.payload import Pieces, send_block, send_part
 from kvferry.store.remote.removal import find_parts, remove_blocks
 from kvferry.store.tier import BlockWrite, WriteOutcome, WriteResult
 from kvferry.store.unfit import UnfitBlocks
@@ -215,8 +215,8 @@ class BlockWriter:
             self._unfit.discard([new.name for new in stored if not new.payload.lossy])
         if lossy := [new.name for new in stored if new.payload.lossy]:
             self._unfit.add(lossy)
-        for new in reversed(stored):  # heads of chains count as used last
-            self._index.stored(Held(new.name, new.nbytes, new.parts), new.nbytes)
+        # heads of chains count as used last
+        self._index.stored([Held(new.name, new.nbytes, new.parts) for new in reversed(stored)])
         if kept := [name for new in stored for name in new.parts]:
             self._backend.keep(kept, deadline)
         if lost:
@@ -276,13 +276,25 @@ def _cut(data: memoryview, count: int) -> list[memoryview]:
 
 
 def _put(home: Home, one: _Ready) -> Put:
-    new, block, (data, encoding, _) = one.pending, one.pending.block, one.pending.payload
-    manifest = Manifest(block.parent, block.position, len(data), new.write_id, one.parts, encoding)
-    head = home.template.build(block.key, manifest)
+    new = one.pending
     if one.parts:
-        return Put(new.name, len(head), lambda: iter([[head]]), only_new=not new.replaces)
-    nbytes = len(head) + len(data) + CHECKSUM_NBYTES
-    return Put(new.name, nbytes, partial(send_block, head, data), only_new=not new.replaces)
+        head = _manifest(home, new, one.parts)
+        return Put(new.name, len(head), lambda: iter([[head]]), not new.replaces)
+    return Put(new.name, new.nbytes - NAME_NBYTES, partial(_send_whole, home, new), not new.replaces)
+
+
+def _send_whole(home: Home, new: _Pending) -> Iterator[Pieces]:
+    """Made when it is the block's turn: the store is at work on those before meanwhile."""
+    data, block = new.payload.data, new.block
+    if not new.payload.encoding:
+        return send_block(home.template.build_inline(block.key, block.parent, block.position), data)
+    return send_block(_manifest(home, new), data)
+
+
+def _manifest(home: Home, new: _Pending, parts: tuple[Part, ...] = ()) -> bytes:
+    block, (data, encoding, _) = new.block, new.payload
+    manifest = Manifest(block.parent, block.position, len(data), new.write_id, parts, encoding)
+    return home.template.build(block.key, manifest)
 
 
 def _result(answer: Answer) -> WriteResult:

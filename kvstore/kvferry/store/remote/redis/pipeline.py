@@ -19,7 +19,7 @@ Outcome = Answer | ReplyError
 
 _AHEAD_REQUESTS: Final = 256
 _AHEAD_NBYTES: Final = 32 << 20
-_JOIN_NBYTES: Final = 64 << 10
+_JOIN_NBYTES: Final = 32 << 10  # the end of a value goes with the start of the next
 _MOST_PIECES: Final = 512
 _LEAST_LIMIT_NBYTES: Final = 1 << 20
 _ASKING: Final = command(b"ASKING")
@@ -44,8 +44,7 @@ def run_on(
         was_used, lane.reader.received = lane.used, False
         try:
             for group in _groups(requests):
-                _exchange(lane, server, group, outcomes, deadline, asking=asking)
-                if any(type(o) is ReplyError and o.word in _STOP for o in outcomes):
+                if _exchange(lane, server, group, outcomes, deadline, asking=asking):
                     break
         except (TransportError, ProtocolError) as error:
             if (
@@ -109,12 +108,16 @@ def _exchange(
     deadline: float,
     *,
     asking: bool,
-) -> None:
-    """Send a group and take its replies; each has the time of a request from when it is its turn."""
+) -> bool:
+    """Send a group and take its replies; each has the time of a request from when it is its turn.
+
+    Returns:
+        Whether the server takes no more.
+    """
     waiting: list[memoryview | bytes] = []
-    nbytes = 0
+    nbytes, stops = 0, False
     for request in group:
-        until = server.request_deadline(deadline)
+        until = 0.0
         if asking:
             waiting.append(_ASKING)
         for pieces in request.pieces():
@@ -122,11 +125,15 @@ def _exchange(
             for piece in pieces:
                 nbytes += len(piece)
             if nbytes >= _JOIN_NBYTES or len(waiting) >= _MOST_PIECES:
+                until = until or server.request_deadline(deadline)
                 lane.connection.send(waiting, until)
                 waiting, nbytes = [], 0
     if waiting:
         lane.connection.send(waiting, server.request_deadline(deadline))
     for request in group:
+        if not asking and (answer := request.at_hand(lane.reader)) is not None:
+            outcomes.append(answer)
+            continue
         until = server.request_deadline(deadline)
         if asking:
             lane.reader.read(until)
@@ -134,3 +141,5 @@ def _exchange(
             outcomes.append(request.take(lane.reader, until))
         except ReplyError as error:
             outcomes.append(error)
+            stops = stops or error.word in _STOP
+    return stops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Final
@@ -15,6 +16,7 @@ __all__ = ["Exists", "Plain", "Read", "Request", "Write"]
 
 _OK: Final = Answer(Done.OK)
 _NO: Final = Answer(Done.NO)
+_STORED: Final = b"+OK\r\n"
 
 
 class Request(ABC):
@@ -27,6 +29,11 @@ class Request(ABC):
     @abstractmethod
     def pieces(self) -> Iterator[Pieces]:
         """What is sent; called again if it has to be sent again."""
+
+    def at_hand(self, reader: ReplyReader) -> Answer | None:
+        """The answer if its reply was taken ahead, whole, and is the usual one."""
+        del reader
+        return None
 
     @abstractmethod
     def take(self, reader: ReplyReader, deadline: float) -> Answer:
@@ -76,17 +83,20 @@ class Read(Request):
         nbytes = reader.value_nbytes(deadline)
         if nbytes == MISSING:
             return _NO
-        left, sink = nbytes, self._get.sink(nbytes)
+        left, sink, ended = nbytes, self._get.sink(nbytes), False
         try:
             while True:
                 views = next(sink)
                 left -= sum(map(len, views))
                 if left < 0:
                     raise ProtocolError(f"{self.name}: more was asked for than the {nbytes} bytes there are")
-                reader.value(views, deadline)
+                last = left == 0 and not ended
+                reader.value(views, deadline, last=last)
+                ended = ended or last
         except StopIteration as end:
             received: Received = end.value
-        reader.end(left, deadline)
+        if not ended:
+            reader.end(left, deadline)
         if nbytes == 0 and self._get.most is not None:
             return _NO  # of a value that is not there a range is empty
         return Answer(Done.OK, "", received)
@@ -104,22 +114,30 @@ class Write(Request):
         self.name = put.name
         self.nbytes = put.nbytes
         self._put = put
-        words = [b"NX"] if put.only_new else []
-        if seconds:
-            words += [b"EX", b"%d" % seconds]
-        name = put.name.encode()
-        count = 3 + len(words)
-        self._head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (count, len(name), name, put.nbytes)
-        self._tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+        self._seconds = seconds
 
     def pieces(self) -> Iterator[Pieces]:
         """See :class:`Request`."""
-        head = [self._head]
-        for pieces in self._put.source():  # not one ahead: what comes after a piece is done while it is taken
-            yield [*head, *pieces]
-            head = []
-        yield [*head, self._tail]
+        name, (count, options) = self.name.encode(), _options(self._put.only_new, self._seconds)
+        yield [b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + count, len(name), name, self.nbytes)]
+        yield from self._put.source()  # not one ahead: what comes after a piece is done while it is taken
+        yield options
+
+    def at_hand(self, reader: ReplyReader) -> Answer | None:
+        """See :class:`Request`."""
+        return _OK if reader.skip(_STORED) else None
 
     def take(self, reader: ReplyReader, deadline: float) -> Answer:
         """See :class:`Request`."""
+        if reader.skips(_STORED, deadline):
+            return _OK
         return _NO if reader.read(deadline) is None else _OK
+
+
+@functools.lru_cache(16)
+def _options(only_new: bool, seconds: int) -> tuple[int, list[bytes]]:
+    """What follows a value, and how many words that are."""
+    words = [b"NX"] if only_new else []
+    if seconds:
+        words += [b"EX", b"%d" % seconds]
+    return len(words), [b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)]

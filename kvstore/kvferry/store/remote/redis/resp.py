@@ -63,6 +63,7 @@ class ReplyReader:
         self._look = Look(spin_s)
         self._bytes = bytearray(_BUFFER_NBYTES)
         self._buffer = memoryview(self._bytes)
+        self._line_end = memoryview(bytearray(2))
         self._at = 0  # of what was taken ahead
         self._end = 0
         self.received = False
@@ -79,8 +80,21 @@ class ReplyReader:
         """
         return self._read(deadline, 0)
 
+    def skip(self, reply: bytes) -> bool:
+        """Whether the next reply was taken ahead and is this one, which is left behind then."""
+        if not self._bytes.startswith(reply, self._at, self._end):
+            return False
+        self._at += len(reply)
+        return True
+
+    def skips(self, reply: bytes, deadline: float) -> bool:
+        """As :meth:`skip`, after waiting for it. Raises as :meth:`read`."""
+        if self._at == self._end:
+            self._take_ahead(_BUFFER_NBYTES, deadline)
+        return self.skip(reply)
+
     def _read(self, deadline: float, depth: int) -> Reply:
-        kind, text = self._line(deadline, _BUFFER_NBYTES)
+        kind, text = self._line(deadline)
         if kind == b"+":
             return text
         if kind == b"-":
@@ -123,34 +137,35 @@ class ReplyReader:
             )
         return _number(kind, text)
 
-    def value(self, views: Sequence[memoryview], deadline: float) -> None:
-        """The next bytes of the value into ``views``."""
-        self._fill(views, deadline)
+    def value(self, views: Sequence[memoryview], deadline: float, *, last: bool = False) -> None:
+        """The next bytes of the value into ``views``; the ``last``, and then there is no :meth:`end`."""
+        self._fill([*views, self._line_end] if last else views, deadline)
 
     def end(self, unread_nbytes: int, deadline: float) -> None:
         """Leave the rest of the value."""
         left = unread_nbytes + 2
-        if left > 2:
-            scratch = memoryview(bytearray(min(left, _DRAIN_NBYTES)))
-            while left > 0:
-                piece = scratch[:left]
-                self._fill([piece], deadline)
-                left -= len(piece)
-            return
-        self._fill([memoryview(bytearray(2))], deadline)
+        scratch = memoryview(bytearray(min(left, _DRAIN_NBYTES)))
+        while left > 0:
+            piece = scratch[:left]
+            self._fill([piece], deadline)
+            left -= len(piece)
 
     # -- bytes -----------------------------------------------------------------------------------------
 
-    def _line(self, deadline: float, ahead: int) -> tuple[bytes, bytes]:
+    def _take_ahead(self, most: int, deadline: float) -> None:
+        """What is there, up to ``most`` bytes, after waiting for the first."""
+        start = time.monotonic()
+        looked = self._look.look(self._is_there, start, deadline)
+        taken = self._connection.recv_at_least(self._buffer[:most], 1, deadline)
+        self._look.waited(time.monotonic() - start, looked=looked)
+        self._at, self._end, self.received = 0, taken, True
+
+    def _line(self, deadline: float, ahead: int = _BUFFER_NBYTES) -> tuple[bytes, bytes]:
         """The first byte of a line, and the others."""
         line = b""
         while True:
             if self._at == self._end:
-                start = time.monotonic()
-                looked = self._look.look(self._is_there, start, deadline)
-                taken = self._connection.recv_at_least(self._buffer[:ahead], 1, deadline)
-                self._look.waited(time.monotonic() - start, looked=looked)
-                self._at, self._end, self.received = 0, taken, True
+                self._take_ahead(ahead, deadline)
             found = self._bytes.find(b"\n", self._at, self._end)
             end = self._end if found < 0 else found + 1
             line += self._buffer[self._at : end]
