@@ -67,6 +67,7 @@ class ClientNamespace:
         self.namespace_id = namespace_id(spec, scope)
         self.block_nbytes = spec.block_nbytes
         self._link: Link = client.link
+        self._in_one = ("", 0)  # see _sent_in_one, with the run of the daemon that it holds for
 
     def __repr__(self) -> str:
         return f"<ClientNamespace {self.namespace_id[:8].hex()}… at {self._link.url}>"
@@ -288,7 +289,7 @@ class ClientNamespace:
         keys = list(sources)
         with self._refusing(len(keys)):
             nbytes = len(keys) * self.block_nbytes
-            if nbytes <= _ONE_FRAME_NBYTES and nbytes <= self._twice(lambda: self._sent_in_one(limit)):
+            if nbytes <= _ONE_FRAME_NBYTES and nbytes <= self._sent_in_one(limit):
                 return self._save_in_one(sources, parent, limit)
             with self._twice(lambda: self._reserve(keys, parent, limit)) as lease:
                 return lease.save(sources, limit)
@@ -310,11 +311,17 @@ class ClientNamespace:
 
     def _sent_in_one(self, limit: float) -> int:
         """Up to how many bytes of a save are sent in one frame: none where this process writes the slots."""
+        epoch, found = self._in_one
+        if not epoch or epoch != self._link.epoch:  # it is asked once: each connection that is taken costs
+            epoch, found = self._in_one = self._twice(lambda: self._ask_in_one(limit))
+        return found
+
+    def _ask_in_one(self, limit: float) -> tuple[str, int]:
         with self._link.line(limit) as line:
             opened = self._open(line, limit)
             if line.shares and opened.writable:
-                return -1
-            return _ONE_STAGED_NBYTES if opened.stages is True else _ONE_FRAME_NBYTES
+                return line.epoch, -1
+            return line.epoch, _ONE_STAGED_NBYTES if opened.stages is True else _ONE_FRAME_NBYTES
 
     def _save_in_one(self, sources: dict[BlockKey, memoryview], parent: BlockKey | None, limit: float) -> int:
         with self._link.line(limit) as line:

@@ -121,7 +121,7 @@ class Service:
     def _try_answer(self, incoming: Incoming) -> bool:
         message = incoming.message
         try:
-            with self._node.work.under_way():
+            with self._node.work:
                 if isinstance(message, d.Request):
                     if message.ended:
                         self._session.end(message.ended)

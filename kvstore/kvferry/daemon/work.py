@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from kvferry.core.clock import is_past, time_left
 
@@ -12,37 +10,38 @@ __all__ = ["Work"]
 
 
 class Work:
-    """Counts what is under way. Thread safe."""
+    """Counts what is under way: a context manager, held while a request is served. Thread safe.
+
+    Attributes:
+        total: Requests served so far.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # taken as it is by each request: through the condition it takes longer
+        self._idle = threading.Condition(self._lock)
         self._count = 0
         self.total = 0
-        """Requests served so far."""
 
     @property
     def count(self) -> int:
         """Requests under way."""
-        with self._changed:
+        with self._lock:
             return self._count
 
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Held while a request is served."""
-        with self._changed:
+    def __enter__(self) -> None:
+        with self._lock:
             self._count += 1
             self.total += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._count -= 1
-                if not self._count:
-                    self._changed.notify_all()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._idle.notify_all()
 
     def wait_idle(self, deadline: float) -> bool:
         """Wait until nothing is under way; ``False`` at the deadline."""
-        with self._changed:
+        with self._idle:
             while self._count and not is_past(deadline):
-                self._changed.wait(time_left(deadline))
+                self._idle.wait(time_left(deadline))
             return not self._count
