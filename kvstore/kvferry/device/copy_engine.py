@@ -40,6 +40,7 @@ class CopyEngine:
     Args:
         device: The device.
         slots: Pinned slots *a direction*.
+        inward_slots: Pinned slots to the device, if it is another number.
         slot_nbytes: Bytes of a slot: the largest piece that one copy through slots moves.
         max_copies: Copies that may be queued on the device at a time, a direction; beyond about 1,000 a
             driver makes the caller wait.
@@ -57,6 +58,7 @@ class CopyEngine:
         device: Device,
         *,
         slots: int = 8,
+        inward_slots: int | None = None,
         slot_nbytes: int = 4 << 20,
         max_copies: int = 512,
         max_requests: int = 1 << 16,
@@ -73,8 +75,8 @@ class CopyEngine:
         self._sweep_at = 0.0
         self._slots: list[PinnedSlots] = []
         try:
-            for _ in ("out", "in"):
-                self._slots.append(PinnedSlots(device, self._cond, slots, slot_nbytes, on_pin_failure))
+            for count in (slots, slots if inward_slots is None else inward_slots):
+                self._slots.append(PinnedSlots(device, self._cond, count, slot_nbytes, on_pin_failure))
         except BaseException:
             for made in self._slots:
                 made.close()
@@ -93,6 +95,11 @@ class CopyEngine:
     def slot_nbytes(self) -> int:
         """Bytes of a slot."""
         return self._slots[0].slot_nbytes
+
+    @property
+    def lent_slots(self) -> int:
+        """Slots that copies out of the device are in, or that who sends from them has not released."""
+        return self._slots[0].count - self._slots[0].free
 
     @property
     def pinned(self) -> bool:
