@@ -24,10 +24,16 @@ __all__ = ["RAW", "AdaptiveChoice", "CandidateStatus", "ChoiceStatus"]
 
 _GAIN: Final = 0.97
 """Another pipeline is taken when it is predicted to take less than this share of the time."""
+_TRY_GAIN: Final = 0.99
+"""The same for one that was never in use: only that tells what it costs."""
+_STRAIN: Final = 1.25
+"""Seconds that one which was never in use is expected to take for each second of encoding and decoding, as
+where both ends share the cores. It decides which is tried first, and rules out none."""
 _NO_WORSE: Final = 0.98
 """Raw is taken again when it is predicted to take less than this share: what is as fast may stay."""
 _FIRST_PROBES: Final = 3
 _FIRST_PROBE_EVERY_S: Final = 0.02
+_FIRST_PROBE_S: Final = 0.2
 _PROBE_EVERY_S: Final = 1.0
 _STALE_S: Final = 3.0
 _OLD_S: Final = 30.0
@@ -44,13 +50,15 @@ _LOOK_LONG_WINDOWS: Final = 2
 _LONG_WINDOWS_S: Final = 0.05
 _TRIAL_WINDOWS: Final = 3
 """The median forgets one: the first, for which threads start and memory is new, or one without the cores."""
+_KEPT_WINDOWS: Final = 3
+"""Of trials before: something may have had the cores then, and what is seen now has to count."""
 _SURE_WINDOWS: Final = 5
 _DOUBTS: Final = 2.0
 """By how many standard errors a pipeline may be better than what was measured of it in use."""
 _DOUBTS_GROW_S: Final = 1.0
 """Traffic behind which they are twice as many, since things change: what was slow once is tried again."""
 _DISTURBED_S: Final = 1.0
-_TRIALS_SHARE: Final = 0.01
+_TRIALS_SHARE: Final = 0.005
 """Of the time, which trials that fail may cost."""
 _TRIAL_ENDS_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 2.0
@@ -81,6 +89,11 @@ class _Candidate:
     def known(self) -> bool:
         return self.encode.count > 0 and self.decode.count > 0
 
+    @property
+    def work(self) -> float:
+        """Seconds a byte that both ends compute."""
+        return self.encode.value + self.decode.value
+
 
 class AdaptiveChoice:
     """Chooses among raw and ``candidates``. Thread safe.
@@ -89,14 +102,18 @@ class AdaptiveChoice:
     whether a piece should go another way beside the flow. A pipeline that is new is probed with three
     pieces, later with one every 3 s if it might pay, else every 30 s.
 
-    One that is predicted to gain 3 % is taken. What it then costs in use is noisy where the cores are shared:
-    windows of 10 ms differ by a third, and two in a row say little. It therefore has the benefit of a doubt
-    that becomes smaller with each window, and is left once it is slower than raw beyond that, after three
-    windows if it is much slower. What was measured is kept for the next time, and the doubt grows again with
-    the traffic in between, so what was slow by little is tried again soon, what was slow by much late, and
-    each trial adds to what is known. One that was never in use is expected to cost as much more than its
-    formula says as the best of the others did. No trial follows before what the last one lost against raw is
-    a hundredth of the traffic since (2 s of it at most): meanwhile only what has proven itself is used.
+    One that is predicted to gain 3 % is taken, or 1 % if it was never in use. What it then costs in use is
+    noisy where the cores are shared: windows of 10 ms differ by a third, and two in a row say little. It
+    therefore has the benefit of a doubt that becomes smaller with each window, and is left once it is slower
+    than raw beyond that, after three windows if it is much slower. What was measured is kept, and the doubt
+    grows again with the traffic in between, so what was slow by little is tried again soon, what was slow by
+    much late; a trial begins with the last three windows of the one before, and has three of its own.
+
+    What the cores limited took some seconds for each of encoding and decoding, and one that was never in use
+    is expected to need as many; until that is known, what leaves cores to spare is tried first, once all were
+    probed. No trial follows before what the last one lost, against what was used before it, is half a percent
+    of the traffic since (2 s of it at most): meanwhile only what has proven itself is used, and what is known
+    of the others is not refreshed.
 
     While a pipeline is in use, some pieces go raw once a second of traffic, first after 0.2 and 0.6 s: what
     the link itself carries is seen in no other way. Ever later, up to 5 s, where the pipeline costs
@@ -130,6 +147,8 @@ class AdaptiveChoice:
         self._traffic_s = 0.0  # time in which the link was busy, ever
         self._used_s = 0.0  # of it, with the pipeline in use
         self._used_nbytes = 0
+        self._used_windows = 0
+        self._to_beat = 0.0  # what was used before it costs a byte
         self._paused_until = 0.0  # nothing new is tried before so much traffic
         self._paused_link = 0.0  # on which link
 
@@ -163,8 +182,8 @@ class AdaptiveChoice:
         self._looked_flow = looked or flow
         if flow > _FAR_FROM_CORES * (used.encode.value + used.decode.value):
             return self._moving_s >= _LOOK_SELDOM_S
-        limited = flow <= _LINK_BOUND * self._link.value * used.size
-        return self._moving_s >= min(self._look_every_s, _LOOK_SELDOM_S if limited else _LOOK_EVERY_S)
+        often = _LOOK_SELDOM_S if self._limited_by_link(used) else _LOOK_EVERY_S
+        return self._moving_s >= min(self._look_every_s, often)
 
     def _look(self) -> None:
         self._looking, self._look_calls = True, 1
@@ -188,7 +207,7 @@ class AdaptiveChoice:
     def _due(self, candidate: _Candidate, now: float) -> bool:
         if min(candidate.encode.count, candidate.decode.count) < _FIRST_PROBES:
             return True
-        if now - candidate.probed_at < _PROBE_EVERY_S:
+        if now - candidate.probed_at < _PROBE_EVERY_S or self._paused():
             return False
         in_use = self._candidates.get(self._chosen)
         to_beat = self._predicted(in_use) if in_use is not None else self._link.value
@@ -196,7 +215,9 @@ class AdaptiveChoice:
         return now - candidate.encode.at > (_STALE_S if may_pay else _OLD_S)
 
     def _decide(self, now: float) -> None:
-        if self._link.windows < _LOOK_WINDOWS:
+        if self._link.windows < _LOOK_WINDOWS or any(
+            self._probe_comes(c, now) for c in self._candidates.values()
+        ):
             return
         for candidate in self._candidates.values():
             self._forget(candidate, now)
@@ -206,12 +227,14 @@ class AdaptiveChoice:
         if predicted[RAW] < _NO_WORSE * predicted[current]:  # never what is predicted slower than raw
             current = self._cheapest(self._proven())  # and no trial before it is counted what that has cost
         else:
-            known = self._proven() if self._paused() else predicted
-            best = self._cheapest(known)
-            if known[best] < _GAIN * predicted[current]:
-                current = best
+            known = self._proven() if self._paused() or self._on_trial() else predicted
+            untried = self._untried()
+            gains = {name: _TRY_GAIN if name in untried else _GAIN for name in known}
+            better = {name: cost for name, cost in known.items() if cost < gains[name] * predicted[current]}
+            if better:
+                current = self._cheapest(better)
         if current != self._chosen:
-            self._switch(current, now)
+            self._switch(current, now, predicted[self._chosen])
         runner_up = min((n for n in predicted if n != current), key=lambda n: predicted[n], default=None)
         if runner_up is None:
             self._reason = "no candidate is measured yet"
@@ -220,11 +243,22 @@ class AdaptiveChoice:
                 f"predicted {predicted[current] * 1e9:.3g} s/GB, {runner_up} {predicted[runner_up] * 1e9:.3g}"
             )
 
+    def _probe_comes(self, candidate: _Candidate, now: float) -> bool:
+        """Whether its first probe is still to tell something: what is tried first depends on all."""
+        if self._chosen != RAW or candidate.known:
+            return False
+        return candidate.probed_at == -math.inf or now - candidate.probed_at < _FIRST_PROBE_S
+
     def _cheapest(self, costs: Mapping[str, float]) -> str:
         """What costs least; of those that cost about as much, what takes least of the cores."""
-        enough = min(costs.values()) / _GAIN
-        work = {c.name: c.encode.value + c.decode.value for c in self._candidates.values()}
-        return min((name for name in costs if costs[name] <= enough), key=lambda name: work.get(name, 0.0))
+        work = {c.name: c.work for c in self._candidates.values()}
+        untried = self._untried()
+        expected = {n: max(cost, _STRAIN * work[n]) if n in untried else cost for n, cost in costs.items()}
+        enough = min(expected.values()) / _GAIN
+        return min((n for n in costs if expected[n] <= enough), key=lambda name: work.get(name, 0.0))
+
+    def _untried(self) -> set[str]:
+        return {c.name for c in self._candidates.values() if not c.promised}
 
     def _proven(self) -> dict[str, float]:
         """What raw costs, and what was in use for long enough, without any doubt in its favour."""
@@ -234,6 +268,11 @@ class AdaptiveChoice:
                 proven[c.name] = max(c.flow.value / c.promised, 1.0) * self._formula(c)
         return proven
 
+    def _on_trial(self) -> bool:
+        """Whether what is in use has not shown yet what it costs."""
+        used = self._candidates.get(self._chosen)
+        return used is not None and self._used_windows < _TRIAL_WINDOWS
+
     def _paused(self) -> bool:
         """Whether the trials that failed have cost enough for now; nothing holds for another link."""
         if self._traffic_s >= self._paused_until:
@@ -241,11 +280,14 @@ class AdaptiveChoice:
         before, link = self._paused_link, self._link.value
         return before / _OTHER_LINK <= link <= before * _OTHER_LINK
 
-    def _switch(self, name: str, now: float) -> None:
+    def _switch(self, name: str, now: float, cost: float) -> None:
         left = self._candidates.get(self._chosen)
         if left is not None and left.flow.windows:
             self._judge(left, now, name)
-        self._used_s, self._used_nbytes = 0.0, 0
+        self._used_s, self._used_nbytes, self._used_windows = 0.0, 0, 0
+        if name != RAW:
+            self._candidates[name].flow.keep(_KEPT_WINDOWS)
+        self._to_beat = min(cost, self._link.value)
         if self._chosen == RAW:
             # what spoke for it may have been a moment in which the link, or this end, was slow
             self._look_every_s = _FIRST_LOOK_S
@@ -256,7 +298,7 @@ class AdaptiveChoice:
 
     def _judge(self, left: _Candidate, now: float, to: str) -> None:
         """What a trial lost is paid off before the next; what did well until now is soon tried again."""
-        lost = self._used_s + _TRIAL_ENDS_S - self._used_nbytes * self._link.value
+        lost = self._used_s + _TRIAL_ENDS_S - self._used_nbytes * self._to_beat
         if lost > 0:
             self._paused_until = self._traffic_s + min(lost / _TRIALS_SHARE, _LONGEST_PAUSE_S)
             self._paused_link = self._link.value
@@ -269,12 +311,31 @@ class AdaptiveChoice:
         """Seconds a byte, with the doubt that is left in its favour: that is what makes it worth a trial."""
         formula, flow = self._formula(candidate), candidate.flow
         if candidate.name == self._chosen:
-            if flow.windows < _TRIAL_WINDOWS:
+            if self._used_windows < _TRIAL_WINDOWS:
                 return formula
             return flow.value / (1.0 + (0.0 if flow.settled else _DOUBTS * flow.doubt))
         if candidate.promised:
             return formula * self._slower(candidate)
-        return formula * min((self._slower(c) for c in self._candidates.values() if c.promised), default=1.0)
+        return max(formula * self._slower_on_link(), candidate.work * self._strain())
+
+    def _limited_by_link(self, used: _Candidate) -> bool:
+        return used.flow.value <= _LINK_BOUND * self._link.value * used.size
+
+    def _slower_on_link(self) -> float:
+        """How many times what was promised the best of those cost that the link limits."""
+        used = (c for c in self._candidates.values() if c.promised and self._limited_by_link(c))
+        return min((self._slower(c) for c in used), default=1.0)
+
+    def _strain(self) -> float:
+        """Seconds that a second of encoding and decoding takes where the cores are the limit; 0 if unknown.
+
+        A pipeline that takes less of them costs less beyond what was promised.
+        """
+        used = (c for c in self._candidates.values() if c.promised and c.work)
+        return min(
+            (self._formula(c) * self._slower(c) / c.work for c in used if not self._limited_by_link(c)),
+            default=0.0,
+        )
 
     def _slower(self, seen: _Candidate) -> float:
         """How many times what was promised a pipeline cost in use, with the doubt in its favour."""
@@ -331,6 +392,7 @@ class AdaptiveChoice:
                 self._used_s += seconds
                 self._used_nbytes += nbytes
             if candidate is not None and candidate.known and candidate.flow.add(nbytes, seconds):
+                self._used_windows += name == self._chosen
                 self._learn(candidate, now)
                 self._news = True
 

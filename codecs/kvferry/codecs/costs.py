@@ -98,6 +98,13 @@ class FlowCost:
         self._drop_outdated()
         self._sum_up()
 
+    def keep(self, windows: int) -> None:
+        """Forget all but the last ones."""
+        while len(self._costs) > windows:
+            self._costs.popleft()
+        if self._costs:
+            self._sum_up()
+
     def _sum_up(self) -> None:
         self.value = value = statistics.median(self._costs)
         count = len(self._costs)

@@ -159,10 +159,10 @@ def test_a_gain_of_less_than_three_percent_changes_nothing() -> None:
     near = {"a": Speed(1.40, 9.0, 9.0), "b": Speed(1.44, 9.0, 9.0)}
     link = Link(0.5, near)
     link.run(1.0)
-    first = link.choice.status().chosen
+    first = link.choice.status()
     link.run(5.0)
-    assert link.choice.status().chosen == first
-    assert link.choice.status().switches == 1
+    assert link.choice.status().chosen == first.chosen
+    assert link.choice.status().switches == first.switches <= 2  # each may be tried once
 
 
 def test_one_piece_that_waited_for_a_core_does_not_decide() -> None:
@@ -191,7 +191,8 @@ def test_a_pipeline_that_turned_out_slower_is_left_soon_and_tried_again_ever_lat
     pieces, names = link.run(60.0)
     assert pieces <= 1.02 * link.seconds(RAW)
     assert 6 <= link.choice.status().switches <= 30
-    assert all(names[name] >= 8 for name in ("ebp", "ebp(bits=4)"))
+    assert names["ebp(bits=4)"] >= 8
+    assert names["ebp"] == names["split"] == 0, "they take more of the cores, which is what was short"
 
 
 class SharedCores(Link):
@@ -225,8 +226,8 @@ def test_what_pays_is_found_though_two_windows_in_a_row_say_little(rate: float, 
 
 def test_after_a_trial_that_failed_the_one_before_is_taken_again() -> None:
     """And not raw, which it was seen to beat."""
-    link = Link(1.0, {"good": Speed(1.42, 3.0, 3.0), "bad": Speed(1.45, 2.0, 2.0)})
-    in_use = {RAW: 1.0, "good": 1.2, "bad": 3.0}  # times what is promised
+    link = Link(1.0, {"good": Speed(1.42, 3.0, 3.0), "bad": Speed(1.55, 2.0, 2.0)})
+    in_use = {RAW: 1.0, "good": 1.0, "bad": 3.0}  # times what is promised
     taken: list[str] = []
 
     def seconds(name: str) -> float:
@@ -241,9 +242,31 @@ def test_after_a_trial_that_failed_the_one_before_is_taken_again() -> None:
     assert set(after) == {"good"}, taken
 
 
+def test_a_light_pipeline_is_tried_though_a_heavy_one_failed_for_want_of_cores() -> None:
+    link = Link(1.0, {"heavy": Speed(1.9, 2.0, 2.0), "light": Speed(1.42, 5.0, 5.0)})
+    work_in_use = {RAW: 0.0, "heavy": 1.3, "light": 0.52}  # seconds a GB: the same 1.3 times what is reported
+
+    def seconds(name: str) -> float:
+        return max(Link.seconds(link, name), work_in_use[name] * PIECE / 1e9)
+
+    link.seconds = seconds  # type: ignore[method-assign]
+    link.run(6.0)
+    _, names = link.run(2.0)
+    assert names["light"] > 0.9 * names.total(), names
+
+
+def test_trials_cost_little_against_what_is_in_use_too() -> None:
+    """And not only against raw, which everything beats here."""
+    speeds = {"good": Speed(1.42, 9.0, 9.0), **{f"bad{n}": Speed(1.6 + n / 9, 5.0, 5.0) for n in range(4)}}
+    link = Link(0.5, speeds, {name: 8.5 for name in speeds if name != "good"})
+    link.run(2.0)
+    piece, names = link.run(20.0)
+    assert piece <= 1.015 * link.seconds("good"), names
+
+
 def test_a_slow_moment_of_a_fast_link_is_forgotten_within_some_prompts() -> None:
     link = Link(0.5, LOSSLESS, dict.fromkeys(LOSSLESS, 1.7))
-    link.run(0.12)
+    link.run(0.2)
     assert link.choice.status().chosen != RAW
     link.rate = 2.5
     _, names = link.run(0.4)

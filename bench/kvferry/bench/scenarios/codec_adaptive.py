@@ -36,7 +36,7 @@ from kvferry.wire.messages import Handoff, Ping, Pong, SamplingParams
 __all__ = ["run_adaptive"]
 
 _WAIT_S = 300.0
-_SAMPLE_S = 0.25
+_SAMPLE_S = 0.4
 _MOST_PROMPTS = 16  # of a small model's few bytes, each takes what a prompt takes besides them
 _FASTEST = 2e9  # bytes a second that processes on one machine move, about
 _AGAIN = "raw_again"
