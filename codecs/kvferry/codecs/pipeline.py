@@ -129,6 +129,10 @@ class CodecPipeline:
     def __repr__(self) -> str:
         return f"<CodecPipeline {self.text}>"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For another process: the text form, which that one parses; counts begin anew there."""
+        return _parsed, (self.text, self._check)
+
     @property
     def counts(self) -> dict[str, int]:
         """Calls of :meth:`encode_into`, how many stored slices as they are, and how many for the bound."""
@@ -451,6 +455,10 @@ class CodecPipeline:
             if not error.bounded <= bound and not any_error:  # also for NaN
                 return True
         return False
+
+
+def _parsed(text: str, check: str) -> CodecPipeline:
+    return CodecPipeline.parse(text, check=check)
 
 
 def _place(group: int) -> int:

@@ -211,7 +211,7 @@ class LinkCodec:
         self.address: Final = address
         self._lock = threading.Lock()
         self._names: tuple[str, ...] | None = None
-        self._failed: set[str] = set()
+        self._failed: dict[str, str] = {}
         self._choice: Choice = FixedChoice(RAW, "no stream has begun")
 
     def agree(self, capabilities: Sequence[str], spec: KVSpec) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ class LinkCodec:
         for name, pipeline in self.codec.pipelines.items():
             missing = [s for s in _stage_names(pipeline) if f"codec.{s}.{VERSION}" not in capabilities]
             reason = f"the other end cannot decode {missing[0]!r}" if missing else pipeline.unsupported(spec)
-            if reason:
+            if reason := self._failed.get(name, reason):
                 why = f"{name} is not used: {reason}"
             else:
                 names.append(name)
@@ -231,14 +231,16 @@ class LinkCodec:
         with self._lock:
             if names == self._names:
                 return
-            self._names = names
+            self._names, self._choice = names, self._among(names, why)
             if not names:
-                self._choice = FixedChoice(RAW, why)
                 _log.warning("streams to %s go as they are: %s", self.address, why)
-            elif self.codec.adaptive:
-                self._choice = AdaptiveChoice(names, clock=time.monotonic, cores=self.codec.cores)
-            else:
-                self._choice = FixedChoice(names[0], "configured")
+
+    def _among(self, names: tuple[str, ...], why: str) -> Choice:
+        if not names:
+            return FixedChoice(RAW, why)
+        if self.codec.adaptive:
+            return AdaptiveChoice(names, clock=time.monotonic, cores=self.codec.cores)
+        return FixedChoice(names[0], "configured")
 
     @property
     def choice(self) -> Choice:
@@ -246,18 +248,27 @@ class LinkCodec:
         with self._lock:
             return self._choice
 
-    def failed(self, name: str, error: Exception) -> None:
-        """The pipeline ``name`` could not encode a piece, which goes as it is; told once."""
+    def failed(self, name: str, error: Exception) -> Choice:
+        """The pipeline ``name`` could not encode a piece: it is used no more here, which is told once.
+
+        Returns:
+            What chooses from now on.
+        """
         with self._lock:
             known = name in self._failed
-            self._failed.add(name)
+            why = self._failed.setdefault(name, f"it failed: {type(error).__name__}: {str(error)[:200]}")
+            if self._names and name in self._names:
+                self._names = tuple(other for other in self._names if other != name)
+                self._choice = self._among(self._names, f"{name} is not used: {why}")
+            choice = self._choice
         if not known:
             _log.error(
-                "streams to %s: %s failed; what it cannot encode goes as it is",
+                "streams to %s: %s failed and is not used any more; what it was to encode goes as it is",
                 self.address,
                 name,
                 exc_info=error,
             )
+        return choice
 
     def status(self) -> ChoiceStatus:
         """What is used, and why."""

@@ -266,7 +266,7 @@ class PartEncoder:
         try:
             encoded = self._encoded(part, layer)
         except Exception as error:  # noqa: BLE001 - a stage of others may raise anything: the part goes as it is
-            self._link.failed(part.codec, error)
+            self._choice = self._link.failed(part.codec, error)
             part.codec = _KEPT
             self._sent(None)
             return True

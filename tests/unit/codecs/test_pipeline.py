@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -449,3 +450,10 @@ def test_scratch_memory_is_used_again_and_what_is_large_is_given_back() -> None:
     with scratch.taken() as buffer:
         assert buffer("a", 1000).obj in kept
         assert buffer("large", 1).obj is not large
+
+
+@pytest.mark.parametrize("text", ["raw", "int4(group=64)|lz4", "dedup(inner=split)"])
+def test_a_pipeline_goes_to_another_process_by_its_text(text: str) -> None:
+    pipeline = CodecPipeline.parse(text, check="always")
+    found = pickle.loads(pickle.dumps(pipeline))
+    assert (found.text, found._check) == (pipeline.text, "always")

@@ -284,15 +284,31 @@ def test_what_a_codec_cannot_encode_goes_as_it_is(
     kv = PromptKV(SPEC, 16 * 40 + 3, normal=True)
     monkeypatch.setattr(encoding_module, "_CALL_NBYTES", 8 * SPEC.layers[0].nbytes)
 
+    tried = []
+
     def fail(*_: object) -> int:
+        tried.append(1)
         raise error
 
     monkeypatch.setattr(CodecPipeline, "encode_into", fail)
+    codec = StreamCodec(text)
     with _end(store, SPEC, StreamCodec(allow_lossy=True)) as end:
-        _send(end, kv, StreamCodec(text), handoff, _equal(kv))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"streams to {end.address}: {text} failed; what it cannot encode goes as it is"
-    ]
+        for _ in range(2):
+            _send(end, kv, codec, handoff, _equal(kv))
+    said = f"{text} failed and is not used any more; what it was to encode goes as it is"
+    assert [record.getMessage() for record in caplog.records] == [f"streams to {end.address}: {said}"]
+    assert len(tried) <= len(SPEC.layers) * 8  # what had its turn already; nothing of the second stream
+    assert f"{text} is not used: it failed: {type(error).__name__}" in codec.status()[end.address]
+
+
+def test_auto_goes_on_with_what_did_not_fail() -> None:
+    link = StreamCodec("auto", candidates=("ebp", "split")).link("x")
+    assert link is not None
+    assert link.agree(codec_capabilities(), SPEC) == ("ebp", "split")
+    ebp = link.failed("ebp", ValueError("a bug of others")).status()
+    assert link.agree(codec_capabilities(), SPEC) == ("split",)
+    assert "ebp" not in [one.name for one in ebp.candidates]
+    assert link.choice is link.failed("ebp", ValueError("again"))
 
 
 def test_a_codec_that_raises_for_a_model_is_not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.bench.model_folder import model_folder
 from kvferry.bench.pairing import Progress
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Result
@@ -93,13 +92,15 @@ def short_name(text: str) -> str:
 
 def run(options: Options, progress: Progress) -> Iterator[Result]:
     """Size and speed of every pipeline, then what each does to answers; or what a link chooses."""
-    from kvferry.bench.scenarios.codec_kv import ModelKV
-    from kvferry.bench.scenarios.codec_quality import run_quality
-    from kvferry.bench.scenarios.codec_speed import run_speed
-
     chosen = CodecOptions.of(options)
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(use_kernels(chosen.kernels))
+        # import torch, which takes seconds, only now that all arguments are right
+        from kvferry.bench.model_folder import model_folder
+        from kvferry.bench.scenarios.codec_kv import ModelKV
+        from kvferry.bench.scenarios.codec_quality import run_quality
+        from kvferry.bench.scenarios.codec_speed import run_speed
+
         path = model_folder(chosen.model, Path(folder), progress, **_TINY)
         kv = ModelKV(path, chosen, progress)
         if chosen.only == "adaptive":
