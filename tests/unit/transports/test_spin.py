@@ -94,6 +94,19 @@ def test_nobody_looks_where_others_keep_the_processor(machine: Machine) -> None:
     assert not machine.crowd.is_here(machine.now + 0.11), "it was long ago"
 
 
+def test_a_peer_on_the_same_processor_is_no_crowd(machine: Machine) -> None:
+    """What came while this thread was away may be the peer's work; nothing came of others, or much later."""
+    machine.look = Look(400 * US, machine.crowd)
+    machine.wait(10 * US)
+    machine.yield_s = 300 * US
+    assert machine.wait(50 * US)
+    assert not machine.crowd.is_here(machine.now)
+    machine.wait(10 * US)
+    machine.yield_s = 0.003
+    assert machine.wait(50 * US)
+    assert machine.crowd.is_here(machine.now)
+
+
 def test_the_deadline_ends_a_look(machine: Machine) -> None:
     machine.wait(10 * US)
     start = machine.now

@@ -10,7 +10,7 @@
 #include <time.h>
 
 enum { LOOK_LATER = 2, LOOK_FEWEST_SKIPPED = 8, LOOK_MOST_SKIPPED = 1024 };
-enum { LOOK_GAP_NS = 100000 };                                       // longer away means that others want the processor
+enum { LOOK_GAP_NS = 100000, LOOK_PEER_NS = 1000000 };               // longer away means that others want the processor
 static const uint64_t LOOK_OFF_NS = 100000000, LOOK_MOST_OFF_NS = 3200000000; // then nobody looks for so long
 
 // One direction of a connection; one thread at a time.
@@ -32,18 +32,22 @@ static uint64_t look_now(void) {
 
 static int look_crowded(uint64_t now) { return now < __atomic_load_n(&look_crowded_until, __ATOMIC_RELAXED); }
 
-// Let others run; the time after it. If that took long, nobody looks for a while, twice as long as last time if that was lately.
-static uint64_t look_yield(uint64_t now) {
-    sched_yield();
-    const uint64_t after = look_now();
-    if (after - now > LOOK_GAP_NS && !look_crowded(after)) {
+// Others ran for `gap`, until `after`. If that was long, nobody looks for a while, twice as long as last time if that was
+// lately. `came`: what was looked for is there now, so it may have been the peer, who is welcome to this processor.
+static void look_away(uint64_t gap, uint64_t after, int came) {
+    if (gap > (came ? LOOK_PEER_NS : LOOK_GAP_NS) && !look_crowded(after)) {
         uint64_t off = __atomic_load_n(&look_off_ns, __ATOMIC_RELAXED) * 2;
         if (off < LOOK_OFF_NS || after - look_crowded_until > LOOK_MOST_OFF_NS) off = LOOK_OFF_NS;
         if (off > LOOK_MOST_OFF_NS) off = LOOK_MOST_OFF_NS;
         __atomic_store_n(&look_off_ns, off, __ATOMIC_RELAXED);
         __atomic_store_n(&look_crowded_until, after + off, __ATOMIC_RELAXED);
     }
-    return after;
+}
+
+// Let others run; the time after it.
+static uint64_t look_yield(void) {
+    sched_yield();
+    return look_now();
 }
 
 // Whether to look before this wait: the last one was short, with a sleep in it no longer than twice that.

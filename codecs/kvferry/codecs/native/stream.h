@@ -87,9 +87,13 @@ static ssize_t stream_take(const kvc_stream *s, struct msghdr *message, int *wai
     *waited = 0;
     if (!(s->flags & MSG_DONTWAIT)) {
         const uint64_t start = look_now();
-        for (uint64_t now = start; now - start < STREAM_LOOK_NS && !look_crowded(now); now = look_yield(now)) {
+        for (uint64_t last = start, now = start; last - start < STREAM_LOOK_NS && !look_crowded(now); now = look_yield()) {
             const ssize_t got = recvmsg(s->fd, message, (s->flags & ~MSG_WAITALL) | MSG_DONTWAIT);
-            if (got >= 0 || errno != EAGAIN) return got;
+            const int came = got >= 0 || errno != EAGAIN, error = errno;
+            look_away(now - last, now, came);
+            errno = error;
+            if (came) return got;
+            last = now;
         }
     }
     *waited = 1;
