@@ -14,7 +14,7 @@ from kvferry.core.units import format_nbytes
 if TYPE_CHECKING:
     from kvferry.daemon.status import DaemonStatus, TierStatus
 
-__all__ = ["seconds", "share", "status", "tier_state"]
+__all__ = ["seconds", "share", "status", "tier_problems", "tier_state"]
 
 
 def status(
@@ -57,6 +57,17 @@ def tier_state(tier: TierStatus) -> str:
     return "works" if tier.healthy else "in trouble"
 
 
+def tier_problems(found: DaemonStatus) -> list[str]:
+    """What does not work now, a line each."""
+    several = len(found.tenants) > 1
+    return [
+        f"{f'{tenant.name}, ' if several else ''}tier {tier.name}, {what}: {reason}"
+        for tenant in found.tenants
+        for tier in tenant.tiers
+        for what, reason in tier.problems.items()
+    ]
+
+
 def _show(found: DaemonStatus) -> None:
     state = "draining" if found.draining else "up"
     say(f"kvferry {found.version}, {state} for {seconds(found.uptime_s)}, pid {found.process.pid}")
@@ -81,6 +92,8 @@ def _show(found: DaemonStatus) -> None:
         ],
         optional=3,
     )  # fmt: skip
+    for line in tier_problems(found):
+        say(line)
     if found.guarded:
         _show_tenants(found)
     _show_requests(found)

@@ -13,7 +13,7 @@ import typer
 from kvferry.cli.daemon_http import Port, TokenOption, UrlOption
 from kvferry.cli.options import ConfigFile, Json
 from kvferry.cli.output import plain, print_json
-from kvferry.cli.status import seconds, share, tier_state
+from kvferry.cli.status import seconds, share, tier_problems, tier_state
 from kvferry.core.errors import ConfigError, ConnectError
 from kvferry.core.units import format_nbytes
 
@@ -139,6 +139,7 @@ def _view(now: DaemonStatus, before: DaemonStatus | None, width: int) -> Rendera
             f"{len(now.clients)} clients, {now.connections} connections, {now.requests_under_way} under way"
         ),
         _tiers(now, width),
+        *(Text(plain(line), style="red") for line in tier_problems(now)),
     ]
     if now.operations:
         lines.append(_operations(now, width))

@@ -9,7 +9,7 @@ import msgspec
 from kvferry.core.errors import AuthError
 
 if TYPE_CHECKING:
-    from kvferry.daemon.status import DaemonStatus
+    from kvferry.daemon.status import DaemonStatus, TenantStatus
     from kvferry.daemon.tenants import Tenants
     from kvferry.daemon.token import AdminToken
 
@@ -56,7 +56,7 @@ def seen_by(caller: Caller, status: DaemonStatus) -> DaemonStatus:
     if name is None:
         return status
     clients = tuple(one for one in status.clients if one.tenant == name)
-    tenants = tuple(one for one in status.tenants if one.name == name)
+    tenants = tuple(_without_reasons(one) for one in status.tenants if one.name == name)
     connections = sum(one.connections for one in clients)
     return msgspec.structs.replace(
         status,
@@ -73,3 +73,9 @@ def seen_by(caller: Caller, status: DaemonStatus) -> DaemonStatus:
         notes=(),
         process=msgspec.structs.replace(status.process, cpu_s=0.0, resident_nbytes=0),
     )
+
+
+def _without_reasons(tenant: TenantStatus) -> TenantStatus:
+    """Why a tier fails is the operator's: it names servers and directories. That it does, the tenant sees."""
+    tiers = tuple(msgspec.structs.replace(tier, problems={}) for tier in tenant.tiers)
+    return msgspec.structs.replace(tenant, tiers=tiers)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.core.log import redact
+
 if TYPE_CHECKING:
     from kvferry.daemon.faults import Faults
     from kvferry.daemon.node import Daemon
@@ -29,6 +31,7 @@ __all__ = [
 
 _NAME_LENGTH = 100
 _MOST_LISTED = 1000
+_REASON_LENGTH = 300
 
 
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,8 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     writes_work: bool = True
     queued_nbytes: int = 0
     lost_blocks: int = 0
+    problems: dict[str, str] = {}
+    """What does not work now, and why, by what it is about: ``writes``, a server, a directory."""
     counters: dict[str, float] = {}
 
 
@@ -238,7 +243,7 @@ def _tenants(daemon: Daemon) -> tuple[TenantStatus, ...]:
 
 
 def _tenant(tenant: Tenant, connections: int) -> TenantStatus:
-    stats, spaces = tenant.store.stats(), tenant.store.spaces()
+    stats, spaces, problems = tenant.store.stats(), tenant.store.spaces(), tenant.store.problems()
     rate_nbytes, rate_requests = tenant.meter.limits
     return TenantStatus(
         name=tenant.name,
@@ -258,7 +263,9 @@ def _tenant(tenant: Tenant, connections: int) -> TenantStatus:
         saved_blocks=stats.saved_blocks,
         evicted_blocks=stats.evicted_blocks,
         expired_leases=stats.expired_leases,
-        tiers=tuple(_tier(tier, dict(figures)) for tier, figures in stats.per_tier.items()),
+        tiers=tuple(
+            _tier(tier, dict(figures), problems.get(tier, {})) for tier, figures in stats.per_tier.items()
+        ),
         namespaces=tuple(
             NamespaceStatus(
                 namespace=space.namespace_id.hex(),
@@ -271,7 +278,7 @@ def _tenant(tenant: Tenant, connections: int) -> TenantStatus:
     )
 
 
-def _tier(name: str, figures: dict[str, float]) -> TierStatus:
+def _tier(name: str, figures: dict[str, float], problems: dict[str, str]) -> TierStatus:
     def whole(key: str) -> int:
         return int(figures.get(key, 0))
 
@@ -286,6 +293,7 @@ def _tier(name: str, figures: dict[str, float]) -> TierStatus:
         writes_work=bool(figures.get("writes_work", 1)),
         queued_nbytes=whole("queued_nbytes"),
         lost_blocks=whole("lost_blocks"),
+        problems={what: redact(reason)[:_REASON_LENGTH] for what, reason in problems.items()},
         counters={key: value for key, value in figures.items() if key not in _OWN_FIELDS},
     )
 

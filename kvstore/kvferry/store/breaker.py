@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.core.errors import ConfigError
+from kvferry.store.cause import Cause
 
 __all__ = ["Breaker"]
 
@@ -17,7 +18,8 @@ _LOG = logging.getLogger(__name__)
 class Breaker:
     """Closed while the tier works, open after errors, half open for one try after a pause. Thread safe.
 
-    One log line when it opens, one when it closes again. Every further pause is twice as long as the last,
+    One log line when it opens, one when it closes again, and between them one when it fails for another kind
+    of reason. Every further pause is twice as long as the last,
     up to ``max_pause_s``.
 
     Args:
@@ -62,6 +64,13 @@ class Breaker:
         self._retry_at: float | None = None  # None: closed
         self._pause_s = pause_s
         self._trying = False
+        self._cause: Cause | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why it is open: what the last try said; empty while it is closed."""
+        cause = self._cause
+        return "" if cause is None else cause.reason
 
     @property
     def is_open(self) -> bool:
@@ -86,8 +95,15 @@ class Breaker:
             self._trying = True
             return True
 
-    def leave(self, *, failures: int, successes: int, reason: str = "") -> None:
-        """What came of it: operations that the tier failed, and those that show that it works."""
+    def leave(self, *, failures: int, successes: int, reason: str = "", told: bool = False) -> None:
+        """What came of it.
+
+        Args:
+            failures: Operations that the tier failed.
+            successes: Those that show that it works.
+            reason: Of the failures.
+            told: Whether somebody else tells when it is another kind of reason than before.
+        """
         if not failures and not self._failures and self._retry_at is None:
             return  # nothing was wrong, and nothing is
         with self._lock:
@@ -95,20 +111,28 @@ class Breaker:
             if successes:
                 self._failures = 0
                 if self._retry_at is not None:
-                    self._retry_at = None
+                    self._retry_at = self._cause = None
                     self._pause_s = self._first_pause_s
                     _LOG.info("tier %s: %s work again", self.name, self.work)
             elif failures and self._retry_at is not None:
                 if self._clock() >= self._retry_at:  # else a call that was under way when it opened
                     self._pause_s = min(2 * self._pause_s, self._max_pause_s)
                     self._retry_at = self._clock() + self._pause_s
+                    self._still_fails(reason, told=told)
             elif failures:
                 self._failures += failures
                 if self._failures >= self._errors:
                     self._failures = 0
                     self.opened += 1
                     self._retry_at = self._clock() + self._pause_s
+                    self._cause = Cause(reason or "no reason given", self._clock)
                     _LOG.warning(
                         "tier %s: no %s for %g s after %d errors, and until they work again: %s",
-                        self.name, self.work, self._pause_s, self._errors, reason or "no reason given",
+                        self.name, self.work, self._pause_s, self._errors, self._cause.reason,
                     )  # fmt: skip
+
+    def _still_fails(self, reason: str, *, told: bool) -> None:
+        if self._cause is not None and reason and self._cause.now(reason, told=told):
+            _LOG.warning(
+                "tier %s: still no %s, and the reason is another now: %s", self.name, self.work, reason
+            )

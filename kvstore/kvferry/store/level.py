@@ -16,6 +16,7 @@ from kvferry.core.interrupts import from_signal_handler
 from kvferry.core.keys import BlockKey
 from kvferry.core.values import require_number, require_whole
 from kvferry.store.breaker import Breaker
+from kvferry.store.cause import kind_of
 from kvferry.store.hands import UNKNOWN, drop_frames, trace_of
 from kvferry.store.policies import (
     AdmissionPolicy,
@@ -167,6 +168,15 @@ class Level:
             **{name: float(count) for name, count in usage.counters.items()},
             **{name: float(count) for name, count in self.counts.items()},
         }
+
+    def problems(self) -> dict[str, str]:
+        """What does not work now, and why, by what it is about: ``reads``, ``writes``, a server."""
+        found = dict(self.usage().problems)
+        known = {kind_of(reason) for reason in found.values()}
+        for breaker in (self.reads, self.writes):
+            if (reason := breaker.reason) and kind_of(reason) not in known:
+                found[breaker.work] = reason
+        return found
 
     @property
     def counts(self) -> dict[str, int]:
@@ -374,7 +384,9 @@ class Level:
     def usage(self) -> TierUsage:
         """What the tier holds and how it goes."""
         found = self._contained("usage", self.tier.usage)
-        return found if isinstance(found, TierUsage) else TierUsage(healthy=False)
+        if isinstance(found, TierUsage):
+            return found
+        return TierUsage(healthy=False, problems={"usage": "it could not tell how it goes"})
 
     def flush(self, deadline: float) -> bool:
         """Make durable what was stored; ``False`` if not."""
@@ -424,13 +436,13 @@ class Level:
             )  # fmt: skip
         drop_frames(error)
 
-    @staticmethod
     def _judge(
-        breaker: Breaker, failures: int, works: int, reason: str, started: float, deadline: float
+        self, breaker: Breaker, failures: int, works: int, reason: str, started: float, deadline: float
     ) -> None:
         if failures and time.monotonic() >= deadline and deadline - started < _PATIENCE_S:
             failures = 0
-        breaker.leave(failures=failures, successes=works, reason=reason)
+        told = failures > 0 and breaker.is_open and bool(self.usage().problems)
+        breaker.leave(failures=failures, successes=works, reason=reason, told=told)
 
 
 def end_levels(levels: Sequence[Level], deadline: float, last: float) -> None:

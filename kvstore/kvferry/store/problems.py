@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from typing import Final
 
+from kvferry.store.cause import Cause
+
 __all__ = ["Problems"]
 
 _SUM_S: Final = 10.0
@@ -16,34 +18,39 @@ _SUM_S: Final = 10.0
 class Problems:
     """Problems of one tier. Thread safe; no lock is held while a line is written.
 
-    *Conditions* last (a full device): logged when they begin and when they are over. *Incidents* happen
-    (a corrupt block): each kind at most one line in 10 s, with the number that it stands for.
+    *Conditions* last (a full device): logged when they begin, when they are over, and when there is another
+    kind of reason for them. *Incidents* happen (a corrupt block): each kind at most one line in 10 s, with
+    the number that it stands for.
     """
 
     def __init__(self, tier: str, log: logging.Logger) -> None:
         self._tier = tier
         self._log = log
         self._lock = threading.Lock()
-        self._conditions: dict[tuple[str, str], str] = {}
+        self._conditions: dict[tuple[str, str], Cause] = {}
         self._said_at: dict[str, float] = {}
         self._unsaid: Counter[str] = Counter()
 
     def begin(self, where: str, kind: str, text: str) -> None:
-        """A condition is there; logged unless it was already."""
+        """A condition is there; logged unless it was already, for that kind of reason."""
         with self._lock:
-            known = (where, kind) in self._conditions
-            self._conditions[where, kind] = text
-        if not known:
+            known = self._conditions.get((where, kind))
+            if known is None:
+                self._conditions[where, kind] = Cause(text)
+            due = known is not None and known.now(text)
+        if known is None:
             self._log.warning("tier %s: %s: %s; going on without it", self._tier, where, text)
+        elif due:
+            self._log.warning("tier %s: %s: the reason is another now: %s", self._tier, where, text)
 
     def end(self, where: str, kind: str) -> None:
         """A condition is over; cheap when it was not there."""
         if (where, kind) not in self._conditions:
             return
         with self._lock:
-            text = self._conditions.pop((where, kind), None)
-        if text is not None:
-            self._log.info("tier %s: %s: works again, after: %s", self._tier, where, text)
+            over = self._conditions.pop((where, kind), None)
+        if over is not None:
+            self._log.info("tier %s: %s: works again, after: %s", self._tier, where, over.reason)
 
     def has(self, where: str, kind: str) -> bool:
         """Whether a condition is there."""
@@ -69,4 +76,4 @@ class Problems:
     def conditions(self) -> dict[str, str]:
         """The conditions that are there now, by where and kind."""
         with self._lock:
-            return {f"{where}: {kind}": text for (where, kind), text in self._conditions.items()}
+            return {f"{where}: {kind}": cause.reason for (where, kind), cause in self._conditions.items()}

@@ -197,10 +197,11 @@ class TierUsage:
             quarantined included, and what writes in progress have reserved.
         capacity_nbytes: The cap, 0 if the tier has none of its own.
         quarantined_nbytes: Bytes of what was found corrupt and is kept for a look; part of ``used_nbytes``.
-        healthy: ``False`` while the tier is known not to work; ``status`` tells why.
+        healthy: ``False`` while the tier is known not to work.
         counters: Counts that only grow, by name (``hits``, ``misses``, ``corrupt``, ``failed``,
             ``stored``, ``evicted``, …).
         status: Facts for people, by name: modes chosen, progress, the last problem.
+        problems: What does not work now, and why, by what it is about; the tier has logged it.
     """
 
     entries: int = 0
@@ -210,6 +211,7 @@ class TierUsage:
     healthy: bool = True
     counters: Mapping[str, float] = field(default_factory=dict)
     status: Mapping[str, str] = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)
 
 
 class Tier(ABC):

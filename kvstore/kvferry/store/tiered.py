@@ -192,6 +192,10 @@ class TieredStore(MemoryStore):
         """The namespaces that were used since the store was made."""
         return list(self._spaces.by_id.values())
 
+    def problems(self) -> dict[str, dict[str, str]]:
+        """What does not work now of each slower tier, and why; see :meth:`Level.problems`."""
+        return {level.name: level.problems() for level in self.levels}
+
     def found_spaces(self) -> list[TierNamespace]:
         """Those that only slower tiers know of, from before; reads a header of each. See :class:`Spaces`."""
         return self._spaces.found()

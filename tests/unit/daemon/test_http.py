@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.cli.app import main
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import RequestError
@@ -196,3 +197,21 @@ def test_malformed_requests_make_no_traceback(
     assert exchange(running, data).startswith(b"HTTP/1.1 ")
     assert running.port.ask("GET", "/live")
     assert not caplog.records
+
+
+def test_why_a_tier_fails_is_shown_without_secrets(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (level,) = running.daemon.stores["default"].levels
+    level.writes.leave(failures=99, successes=0, reason="the device is gone; password=hunter2")
+    wait_until(
+        lambda: running.port.status().tenants[0].tiers[1].problems != {}
+    )  # a status is kept for a moment
+    (dram, disk) = running.port.status().tenants[0].tiers
+    assert dram.problems == {}
+    assert disk.problems == {"writes": "the device is gone; password=***"}
+    with pytest.raises(SystemExit):
+        main(["status", "--url", running.http.url])
+    assert "tier disk, writes: the device is gone" in capsys.readouterr().out
+    level.writes.leave(failures=0, successes=1)
+    wait_until(lambda: running.port.status().tenants[0].tiers[1].problems == {})

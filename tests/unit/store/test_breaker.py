@@ -103,3 +103,37 @@ def test_one_line_when_it_opens_and_one_when_it_closes(
 def test_values_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="breaker of tier x"):
         Breaker("x", **bad)  # type: ignore[arg-type]
+
+
+def test_another_kind_of_reason_is_told_once_and_shown_at_once(
+    breaker: Breaker, clock: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = "10.0.0.1:6379: connection refused after 0.5 s"
+
+    def again(reason: str, *, told: bool = False) -> None:
+        clock.now += 6.0
+        assert breaker.enter()
+        breaker.leave(failures=1, successes=0, reason=reason, told=told)
+        assert breaker.reason == reason
+
+    with caplog.at_level(logging.INFO):
+        assert breaker.reason == ""
+        breaker.leave(failures=3, successes=0, reason=first)
+        again("10.0.0.1:6379: the password is wrong")  # too soon for a line
+        again("10.0.0.1:6380: connection refused after 17 s")
+        again("10.0.0.1:6379: the password is wrong")
+        again("10.0.0.2 is left alone for a while, after: 10.0.0.1:6379: the password is wrong")
+        again("the store answered with status 403", told=True)
+        again("the store answered with status 500")  # 6 s after what somebody else told
+        breaker.leave(failures=1, successes=0, reason="of a call that was under way")
+        assert breaker.reason == "the store answered with status 500"
+        again("the store answered with status 500")
+        clock.now += 6.0
+        breaker.leave(failures=0, successes=1)
+    assert breaker.reason == ""
+    assert [r.message for r in caplog.records] == [
+        f"tier t: no writes for 2 s after 3 errors, and until they work again: {first}",
+        "tier t: still no writes, and the reason is another now: 10.0.0.1:6379: the password is wrong",
+        "tier t: still no writes, and the reason is another now: the store answered with status 500",
+        "tier t: writes work again",
+    ]

@@ -13,6 +13,7 @@ import pytest
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey
+from kvferry.store import cause
 from kvferry.store.remote.s3 import S3Options, S3Tier
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import small_spec, wait_until
@@ -172,12 +173,63 @@ def test_garbage_is_a_miss_and_counted(store: FakeS3, make: Make, garbage: bytes
     assert it.tier.usage().counters["corrupt_reads"] == 1
 
 
+def no_names(it: Opened, reasons: list[str]) -> None:
+    home = it.tier.names.home(it.space)
+    names = {part for key in it.keys for part in it.tier.names.block(home, key).split("/") if len(part) > 16}
+    assert len(names) >= 3
+    for reason in reasons:
+        assert not any(name in reason for name in names), reason
+        assert not any(word in reason for word in ("Generic", "max_retries", "performing")), reason
+
+
 def test_nobody_listens(make: Make) -> None:
     it = make(endpoint="http://127.0.0.1:9", timeout_s=0.5)
     start = time.monotonic()
-    assert set(outcomes(read(it.tier, it.space, it.keys, seconds=1000))) == {FAILED}
+    results = read(it.tier, it.space, it.keys, seconds=1000)
+    assert set(outcomes(results)) == {FAILED}
     assert set(written(write(it.tier, it.space, it.keys, seconds=1000))) == {WriteOutcome.FAILED}
     assert time.monotonic() - start < 20
+    text = "http://127.0.0.1:9: connection refused; start the store, or mend the endpoint"
+    assert results[0].reason == text
+    no_names(it, [r.reason for r in results])
+
+
+def test_a_store_that_hangs_is_named(store: FakeS3, make: Make) -> None:
+    it = make(timeout_s=0.3)
+    store.gate.clear()
+    try:
+        reasons = [r.reason for r in write(it.tier, it.space, it.keys, seconds=1000)]
+        reasons += [r.reason for r in read(it.tier, it.space, it.keys, seconds=0.05)]
+    finally:
+        store.gate.set()
+    assert f"{store.endpoint}: timed out" in reasons[0]
+    assert store.endpoint in reasons[-1]
+    no_names(it, reasons)
+
+
+def test_the_present_reason_is_shown_and_another_kind_is_told(
+    store: FakeS3, make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cause, "_LEAST_S", 0.0)
+    it = make()
+    for status, remedy in ((403, "the keys"), (503, "fewer connections")):
+        store.always = status
+
+        def shown(wanted: str = f"status {status}") -> bool:
+            read(it.tier, it.space, it.keys)
+            return any(wanted in reason for reason in it.tier.usage().problems.values())
+
+        wait_until(shown, 20)
+        (reason,) = it.tier.usage().problems.values()
+        assert remedy in reason
+        assert store.endpoint in reason
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert ["403" in line for line in lines] == [True, False]
+    assert "the reason is another now: the store answered with status 503" in lines[1]
+    store.always = 0
+    wait_until(
+        lambda: read(it.tier, it.space, it.keys)[0].outcome is MISS and not it.tier.usage().problems, 20
+    )
 
 
 @pytest.mark.parametrize(

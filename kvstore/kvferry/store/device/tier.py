@@ -375,6 +375,7 @@ class DeviceTier(Tier):
                 healthy=error is None,
                 counters={name: float(count) for name, count in self._counts.items()},
                 status=status,
+                problems={} if error is None else {self.device.name: str(error)},
             )
 
     def scan(self) -> Iterator[TierEntry]:

@@ -428,6 +428,7 @@ class DiskTier(Tier):
             healthy=not problems,
             counters={**state.counters(), **self.codec.counters()},
             status={**status, **self.codec.status(), **self._notes, **problems},
+            problems=problems,
         )
 
     def wait_verified(self, *, deadline: float) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvferry.core.clock import deadline_in, is_past
 from kvferry.store.breaker import Breaker
+from kvferry.store.cause import LEFT_ALONE
 from kvferry.store.io_pool import IoPool
 from kvferry.store.remote.backend import Answer, Done
 from kvferry.store.remote.options import RemoteOptions
@@ -25,14 +26,16 @@ class Requests:
         tier: Name of the tier.
         place: What is asked, for messages: ``bucket kv``.
         options: Of the tier: ``connections`` threads, the breaker's values.
+        late: What is said of a request that nobody waits for any more.
 
     Attributes:
         made: Requests begun.
         failures: Requests that failed.
     """
 
-    def __init__(self, tier: str, place: str, options: RemoteOptions) -> None:
+    def __init__(self, tier: str, place: str, options: RemoteOptions, *, late: str = LATE) -> None:
         self._tier = tier
+        self._late = late
         self.place = place
         self._pool = IoPool(f"kvferry-{tier}", options.connections)
         self._breaker = Breaker(
@@ -42,7 +45,6 @@ class Requests:
             pause_s=options.server_pause_s,
             max_pause_s=20 * options.server_pause_s,
         )
-        self._reason = ""
         self.made = self.failures = 0
 
     def run(
@@ -60,7 +62,7 @@ class Requests:
         if not count:
             return []
         if not self._breaker.enter():
-            text = f"{self.place} is left alone for a while, after: {self._reason}"
+            text = f"{self.place} {LEFT_ALONE}{self._breaker.reason}"
             return [Answer(Done.FAILED, text)] * count
         spans = [range(at, min(at + each, count)) for at in range(0, count, each)]
         try:
@@ -72,7 +74,7 @@ class Requests:
         flying = None if batch.settled.is_set() else batch.settled
         answers: list[Answer] = []
         for n, (span, result) in enumerate(zip(spans, results, strict=True)):
-            late = Answer(Done.FAILED, LATE, in_flight=flying if n in begun else None)
+            late = Answer(Done.FAILED, self._late, in_flight=flying if n in begun else None)
             answers += [late] * len(span) if result is None else result
         self._judge(answers)
         return answers
@@ -89,7 +91,6 @@ class Requests:
         failed = [answer for answer in answers if answer.done is Done.FAILED]
         if failed:
             self.failures += len(failed)
-            self._reason = failed[0].reason
         self._breaker.leave(
             failures=int(bool(failed)),
             successes=len(answers) - len(failed),
@@ -106,7 +107,8 @@ class Requests:
 
     def problems(self) -> Mapping[str, str]:
         """What does not work now."""
-        return {self.place: self._reason} if self._breaker.is_open else {}
+        reason = self._breaker.reason
+        return {self.place: reason} if reason else {}
 
     def counters(self) -> Mapping[str, float]:
         """Counts that only grow."""

@@ -246,6 +246,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
             healthy=not problems,
             counters={**counters, **self.codec.counters()},
             status={**self.backend.status(), **self.codec.status(), **problems},
+            problems=problems,
         )
 
     def flush(self, *, deadline: float) -> bool:

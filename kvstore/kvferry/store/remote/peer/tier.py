@@ -278,13 +278,14 @@ class PeerTier(Tier):
         with self._lock:
             counters = {name: float(count) for name, count in self._counts.items()}
             entries, used = len(self._written), self._used
-        lost = {url: why for url, why in away.items() if why}
+        problems = {f"peer {url}": why for url, why in away.items() if why}
         return TierUsage(
             entries=entries,
             used_nbytes=used,
-            healthy=not lost,
+            healthy=not problems,
             counters=counters,
-            status={"peers": " ".join(self.urls), **{f"peer {url}": why for url, why in lost.items()}},
+            status={"peers": " ".join(self.urls), **problems},
+            problems=problems,
         )
 
     def flush(self, *, deadline: float) -> bool:

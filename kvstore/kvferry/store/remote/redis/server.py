@@ -21,6 +21,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.store.breaker import Breaker
+from kvferry.store.cause import LEFT_ALONE
 from kvferry.store.remote.redis.options import RedisOptions
 from kvferry.store.remote.redis.resp import Reply, ReplyError, ReplyReader, command
 from kvferry.transports import connect
@@ -145,7 +146,6 @@ class Server:
         self._open = 0
         self._in_use: set[Lane] = set()
         self._closed = False
-        self._reason = ""
         self._breaker = Breaker(
             f"{tier}, server {address.host_port or address.path}",
             work="requests",
@@ -157,7 +157,7 @@ class Server:
     @property
     def problem(self) -> str:
         """Why it is left alone now, or empty."""
-        return self._reason if self._breaker.is_open else ""
+        return self._breaker.reason
 
     def request_deadline(self, deadline: float) -> float:
         """By when a request that begins now has to be done; ``deadline`` is one that :meth:`lease` took."""
@@ -172,7 +172,7 @@ class Server:
         """
         deadline = checked_deadline(deadline)
         if not self._breaker.enter():
-            raise ConnectError(f"{self.address} is left alone for a while, after: {self._reason}")
+            raise ConnectError(f"{self.address} {LEFT_ALONE}{self._breaker.reason}")
         try:
             return self._lease(self.request_deadline(deadline), fresh=fresh)
         except TransferTimeoutError:
@@ -259,8 +259,7 @@ class Server:
 
     def _failed(self, error: BaseException) -> None:
         self.failures += 1
-        self._reason = str(error)
-        self._breaker.leave(failures=1, successes=0, reason=self._reason)
+        self._breaker.leave(failures=1, successes=0, reason=str(error) or type(error).__name__)
 
     def _drop_idle(self) -> None:
         for lane in self._idle:

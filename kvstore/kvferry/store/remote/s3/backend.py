@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -22,6 +21,7 @@ from kvferry.store.remote.backend import Answer, Backend, Done, Get, Listed, Put
 from kvferry.store.remote.payload import Received
 from kvferry.store.remote.requests import Requests
 from kvferry.store.remote.s3.options import S3Options
+from kvferry.store.remote.s3.reasons import late, reason_of
 
 __all__ = ["S3Backend"]
 
@@ -29,11 +29,8 @@ _MAX_OBJECT_NBYTES: Final = 1 << 40
 _STREAM_NBYTES: Final = 1 << 20
 _DELETE_AT_ONCE: Final = 1000
 _LIST_AT_ONCE: Final = 1000
-_MAX_REASON: Final = 300
 _OK: Final = Answer(Done.OK)
 _NO: Final = Answer(Done.NO)
-_STATUS: Final = re.compile(r"status code: (\d{3})")
-_CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _ABSENT: Final = (NotFoundError, FileNotFoundError)
 _BUCKET_CODES: Final = ("NoSuchBucket",)
 
@@ -80,7 +77,8 @@ class S3Backend(Backend):
         self._options = options
         self._problems = problems
         self._store = _store(options)
-        self._requests = Requests(tier, f"bucket {options.bucket}", options)
+        self._where = options.url() or "AWS"
+        self._requests = Requests(tier, f"bucket {options.bucket}", options, late=late(self._where))
         self._closed = False
 
     # -- the verbs -------------------------------------------------------------------------------------
@@ -121,7 +119,9 @@ class S3Backend(Backend):
                     while len(view):
                         piece = chunks.next(len(view))
                         if not len(piece):
-                            return Answer(Done.FAILED, f"{get.name}: it ended before its {nbytes} bytes")
+                            return Answer(
+                                Done.FAILED, f"{self._where}: an answer ended before its {nbytes} bytes"
+                            )
                         if is_past(deadline) or not hand.fill([view[: len(piece)]], piece):
                             return Answer(Done.FAILED, "not done by the deadline")
                         view = view[len(piece) :]
@@ -172,7 +172,9 @@ class S3Backend(Backend):
                     raise TierError("not all that is there could be listed by the deadline")
                 yield [Listed(found["path"], found["size"]) for found in page]
         except BaseError as error:
-            raise TierError(f"bucket {self._options.bucket} does not list: {_reason(error)}") from error
+            raise TierError(
+                f"bucket {self._options.bucket} does not list: {reason_of(error, self._where)}"
+            ) from error
 
     # -- what is told ----------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class S3Backend(Backend):
     def status(self) -> Mapping[str, str]:
         """See :class:`~kvferry.store.remote.backend.Backend`."""
         style = "path style" if self._options.path_style else "virtual-host style"
-        return {f"bucket {self._options.bucket}": f"{self._options.url() or 'AWS'}, {style}"}
+        return {f"bucket {self._options.bucket}": f"{self._where}, {style}"}
 
     def counters(self) -> Mapping[str, float]:
         """See :class:`~kvferry.store.remote.backend.Backend`."""
@@ -212,7 +214,7 @@ class S3Backend(Backend):
                 return Answer(Done.FAILED, f"there is no bucket {self._options.bucket}")
             return _NO
         except (BaseError, OSError, TierError) as error:
-            return Answer(Done.FAILED, _reason(error))
+            return Answer(Done.FAILED, reason_of(error, self._where))
 
 
 class _Chunks:
@@ -276,15 +278,6 @@ def _store(options: S3Options) -> S3Store:
             **keys,
         )
     except (BaseError, ValueError, TypeError) as error:
-        raise ConfigError(f"the bucket {options.bucket} cannot be used: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Status and code of the store's answer, and what it was about; one line, without what a client adds."""
-    text = str(error)
-    status, code = _STATUS.search(text), _CODE.search(text)
-    if status or code:
-        told = [f"status {status[1]}" if status else "", code[1] if code else ""]
-        return f"the store answered with {' '.join(t for t in told if t)}"
-    line = " ".join(text.split("\n\nDebug source", 1)[0].split())
-    return line[:_MAX_REASON] or type(error).__name__
+        raise ConfigError(
+            f"the bucket {options.bucket} cannot be used: {reason_of(error, url or 'AWS')}"
+        ) from error
