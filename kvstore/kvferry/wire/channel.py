@@ -217,6 +217,7 @@ class Channel(ChannelState):
         self, message: Message, views: list[memoryview], deadline: float, request_id: int, nbytes: int = 0
     ) -> None:
         head = self._protocol.encode(message, nbytes, request_id)
+        self._connection.begin_sending()
         try:
             if not views or not self._protocol.checksum:
                 self._connection.send([head, *views], deadline)
@@ -362,9 +363,12 @@ class Channel(ChannelState):
         return self.expect(reply_type, deadline, request_id=self._next_request)
 
     def readable(self) -> bool:
-        """Whether bytes, or the end of the stream, are there now."""
+        """Whether bytes, or the end of the stream, are there now; for who would receive them."""
+        now = time.monotonic()
         try:
-            return self._reader.holds_bytes or self._connection.wait_readable(time.monotonic())
+            if self._pending is None:
+                return self._reader.await_frame(now, ahead=False)
+            return self._reader.holds_bytes or self._connection.wait_readable(now)
         except TransportError:
             return True
 

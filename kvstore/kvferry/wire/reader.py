@@ -70,6 +70,8 @@ class FrameReader:
         if self._first < self._last:
             return True
         protocol = self._protocol
+        if not protocol.in_frame:
+            self._connection.begin_receiving(0)
         ahead = ahead and self.gets_more and protocol.between_frames
         if not (ahead and deadline > time.monotonic()):
             return self._connection.wait_readable(deadline)
@@ -93,6 +95,7 @@ class FrameReader:
         if self._first < self._last:
             return None
         place, usual, protocol = self._place, self._usual, self._protocol
+        self._connection.begin_receiving(0)
         n = self._connection.recv_at_least(place, 1, deadline)
         self._first, self._last = 0, n
         message = protocol.receive_whole(place if n == usual else place[:n])
@@ -120,6 +123,8 @@ class FrameReader:
         """
         event: MessageReceived | None = None
         started_at = 0.0
+        if not self._protocol.in_frame:
+            self._connection.begin_receiving(self._last - self._first)
         if self._first < self._last:
             event, started_at = self._take(), time.monotonic()
         while event is None:

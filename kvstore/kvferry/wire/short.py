@@ -79,7 +79,7 @@ class ShortWay:
                 return None
             lanes.append((guard, guard.inside, one, number))
         make = _maker()
-        if make is None or not lanes:
+        if make is None or not lanes or len(place) > stripe:  # what is received ahead is of the first stripe
             return None
         limits, first = protocol.limits, lanes[0][2]
         functions = make(

@@ -151,15 +151,38 @@ def test_reading_ahead_stays_within_its_stripe() -> None:
     with connected() as (one, other):
         one.send([bytes(STRIPE_NBYTES - 10)], soon())
         received(other, STRIPE_NBYTES - 10)
-        one.send([b"abcdefghijklmno"], soon())
+        one.send([b"abcdefghijklmnopqrst"], soon())
         room = memoryview(bytearray(64))
         assert other.recv_at_least(room, 4, soon()) == 10
         assert bytes(room[:10]) == b"abcdefghij"
+        assert other.recv_at_least(room, 5, soon()) == 5, "no more, where no message begins"
         assert other.recv_at_least(room, 5, soon()) == 5
-        one.send([bytes(STRIPE_NBYTES - 5 - 3), b"abcdefg"], soon())
-        received(other, STRIPE_NBYTES - 8)
+        for end in (one, other):
+            end.begin_sending()
+            end.begin_receiving(0)
+        one.send([bytes(STRIPE_NBYTES - 3), b"abcdefg"], soon())
+        received(other, STRIPE_NBYTES - 3)
         assert other.recv_at_least(room, 7, soon()) == 7, "over the border, if the minimum lies behind it"
         assert bytes(room[:7]) == b"abcdefg"
+
+
+def test_each_message_begins_on_the_first_lane(pool: ThreadPoolExecutor) -> None:
+    with connected() as (one, other):
+        for number in range(3):
+            one.begin_sending()
+            sending = pool.submit(one.send, [bytes([number]) * (2 * STRIPE_NBYTES + 9)], soon())
+            other.begin_receiving(0)
+            assert received(other, 2 * STRIPE_NBYTES + 9)[-9:] == bytes([number]) * 9
+            sending.result(LONG_S)
+            one.begin_sending()
+            one.send([b"short"], soon())
+            one.begin_sending()
+            one.send([bytes(STRIPE_NBYTES - 1), b"abc"], soon())
+            other.begin_receiving(0)
+            assert select.select(sockets_of(other), [], [], LONG_S)[0][0] is sockets_of(other)[0]
+            assert received(other, 7) == b"short\0\0"
+            other.begin_receiving(2)  # of the next one came behind the last one
+            assert received(other, STRIPE_NBYTES)[-3:] == b"abc"
 
 
 # -- putting sockets together --------------------------------------------------------------------------
@@ -247,16 +270,20 @@ def test_strangers_cost_only_their_own_slot(
     assert assembler is not None
     with contextlib.ExitStack() as stack:
         half = [stack.enter_context(raw(listener, head)) for head in preambles(4)[:3]]
-        wrong = stack.enter_context(raw(listener, preambles(4)[0][:24] + b"\x09\x00\x04\x00\x00\x00\x04\x00"))
+        wrong = stack.enter_context(raw(listener, preambles(4)[0][:24] + b"\x09\x00\x04\x00\x02\x00\x00\x00"))
+        older = stack.enter_context(raw(listener, preambles(4)[0][:28] + b"\x00\x00\x10\x00"))
         one = stack.enter_context(contextlib.closing(connect(listener.address, soon())))
         other = stack.enter_context(contextlib.closing(listener.accept(soon())))
         one.send([b"x" * 10], soon())
         assert received(other, 10) == b"x" * 10
         assert wrong.recv(1) == b"", "a lane number that cannot be"
+        assert older.recv(1) == b"", "dealt by another rule"
         nobody_until(listener, lambda: not assembler._groups)
         assert [sock.recv(1) for sock in half] == [b"", b"", b""]
         assert not assembler._lanes
     assert "only 3 of 4 lanes came" in caplog.text
+    assert "lane 9 of 4" in caplog.text
+    assert "version 1048576, here 2); update the older end" in caplog.text
 
 
 def test_a_lane_said_twice_is_closed(listener: Listener) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ STRIPE = 1 << 17
 LANES = 3  # of the connections that are made here
 MESSAGE = m.PutLayer(layer=5, blocks=(1, 2, 3))
 HEAD = 32 + len(msgspec.msgpack.encode(MESSAGE))
-NBYTES = 100_000
+NBYTES = STRIPE - HEAD + 40_000  # of which 40,000 are of the second lane
 needs_native = pytest.mark.skipif(native().library is None, reason="needs the native library")
 
 
@@ -48,25 +48,6 @@ def soon() -> float:
     return deadline_in(30)
 
 
-def go_before_an_end(ends: tuple[Channel, Channel], nbytes: int) -> int:
-    """Let the next byte lie ``nbytes`` before the end of a stripe; the lane behind that."""
-    sent, received = (end._connection for end in ends)
-    assert isinstance(sent, lanes.LaneConnection)
-    assert isinstance(received, lanes.LaneConnection)
-    assert sent.positions[0] == received.positions[1]
-    stripe = sent.positions[0] // STRIPE + 1 + -(-nbytes // STRIPE)
-    sent.positions[0] = received.positions[1] = stripe * STRIPE - nbytes
-    return stripe % LANES
-
-
-def borders(nbytes: int, trailer: int) -> Iterable[int]:
-    """Bytes of a frame before the end of a stripe: each way to cut it."""
-    end = HEAD + nbytes + trailer
-    head = [1, 31, 32, 33, HEAD - 1, HEAD]
-    payload = [HEAD + 1, HEAD + 7, HEAD + nbytes // 2, HEAD + nbytes - 1, HEAD + nbytes]
-    return [*head, *payload, *range(end - trailer + 1, end + 2)]
-
-
 @pytest.mark.parametrize("two", [(k, c) for k in ("lanes", "paced") for c in (True, False)], indirect=True)
 @pytest.mark.parametrize("long", ["", "client", "server", "both"])
 def test_a_frame_is_whole_wherever_it_is_cut(two: tuple[Channel, Channel], long: str) -> None:
@@ -75,30 +56,41 @@ def test_a_frame_is_whole_wherever_it_is_cut(two: tuple[Channel, Channel], long:
         if long in ("both", "client" if end is client else "server"):
             end._short = None
     rng, trailer = random.Random(1), 8 if client._protocol.checksum else 0
-    for nbytes in (
-        5_000,
-        20_000,
-        NBYTES,
-        3 * STRIPE,
-    ):  # small, large, with its head sent alone, over all lanes
+    for stripes, behind in itertools.product((1, LANES, LANES + 1), range(-trailer - 2, 3)):
+        nbytes = stripes * STRIPE - HEAD + behind  # so the payload ends there, or the trailer
         data, place = rng.randbytes(nbytes), memoryview(bytearray(nbytes))
-        uncut = (STRIPE,) * 99  # after one of these as much is received ahead
-        for before in itertools.chain(*zip(uncut, borders(nbytes, trailer), strict=False)):
-            go_before_an_end(two, before)
-            cut = rng.randrange(nbytes)
-            client.send(MESSAGE, [data[:cut], data[cut:]], deadline=soon(), request_id=before)
-            incoming = server.receive(soon())
-            assert (incoming.message, incoming.request_id) == (MESSAGE, before)
-            cut = rng.randrange(7, nbytes)
-            incoming.read_into([place[:7], place[7:cut], place[cut:]], soon())
-            assert place == data
-            place[:] = bytes(nbytes)
-        client.send(MESSAGE, deadline=soon())  # nothing is left
-        assert server.receive(soon()).payload_nbytes == 0
+        cut = rng.randrange(nbytes)
+        client.send(MESSAGE, [data[:cut], data[cut:]], deadline=soon(), request_id=100 + behind)
+        client.send(
+            MESSAGE, [data[:5]], deadline=soon()
+        )  # begins on the first lane again, maybe received ahead
+        incoming = server.receive(soon())
+        assert (incoming.message, incoming.request_id) == (MESSAGE, 100 + behind)
+        cut = rng.randrange(7, nbytes)
+        incoming.read_into([place[:7], place[7:cut], place[cut:]], soon())
+        assert place == data
+        assert server.readable()
+        server.receive(soon()).read_into([place[:5]], soon())
+        assert place[:5] == data[:5]
+        assert not server.readable()
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_message_may_be_longer_than_a_stripe(two: tuple[Channel, Channel], long: bool) -> None:
+    client, server = two
+    message = m.PutLayer(layer=5, blocks=tuple(range(1 << 16, (1 << 16) + STRIPE // 4)))
+    assert len(msgspec.msgpack.encode(message)) > STRIPE
+    for _ in range(3):
+        client.send(message, [b"x" * 99] if long else (), deadline=soon())
+        client.send(MESSAGE, deadline=soon())
+        incoming = server.receive(soon())
+        assert incoming.message == message
+        incoming.discard(soon())
+        assert server.receive(soon()).message == MESSAGE
 
 
 @needs_native
-def test_who_is_cut_behind_its_head_takes_the_short_way(
+def test_who_is_cut_takes_the_short_way(
     two: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def the_long_way(*args: object) -> None:
@@ -107,12 +99,9 @@ def test_who_is_cut_behind_its_head_takes_the_short_way(
     client, server = two
     monkeypatch.setattr(Channel, "_send_frame", the_long_way)
     for nbytes in (5_000, NBYTES, 3 * STRIPE):
-        data, place = bytes(nbytes), memoryview(bytearray(nbytes))
-        for before in borders(nbytes, 8):
-            go_before_an_end(two, before)
-            client.send(MESSAGE, [data], deadline=soon())
-            server.receive(soon()).read_into([place], soon())
-            assert server._took_long_way == ((before - 1) % STRIPE + 1 < HEAD)  # its head is cut
+        client.send(MESSAGE, [bytes(nbytes)], deadline=soon())
+        server.receive(soon()).read_into([memoryview(bytearray(nbytes))], soon())
+        assert not server._took_long_way
 
 
 def lanes_of(end: Channel) -> tuple[SocketConnection, ...]:
@@ -121,13 +110,12 @@ def lanes_of(end: Channel) -> tuple[SocketConnection, ...]:
 
 
 def begun(ends: tuple[Channel, Channel], behind: int) -> tuple[Incoming, SocketConnection]:
-    """A payload of which ``behind`` bytes of the next stripe have come, not all; and the lane of that."""
+    """A payload of which ``behind`` bytes of the second stripe have come, not all; and the lane of that."""
     client, server = ends
     head = client._protocol.encode(MESSAGE, NBYTES, 7)
-    before = HEAD + 60_000
-    lane = go_before_an_end(ends, before)
-    client._connection.send([(head + bytes(NBYTES))[: before + behind]], soon())
-    return server.receive(soon()), lanes_of(server)[lane]
+    client._connection.begin_sending()
+    client._connection.send([(head + bytes(NBYTES))[: STRIPE + behind]], soon())
+    return server.receive(soon()), lanes_of(server)[1]
 
 
 @pytest.mark.parametrize("behind", [0, 10_000])
@@ -145,10 +133,10 @@ def test_an_end_behind_a_crossing(
         "reset there": client.abort,
     }
     end[how]()
-    got = 60_000 + behind
+    got = STRIPE - HEAD + behind
     said = {
         "aborted here": r"was closed here",
-        "closed there": rf"ended by the peer after {got} of 100008 bytes",
+        "closed there": rf"ended by the peer after {got} of {NBYTES + 8} bytes",
         "reset there": r"ended by the peer",
     }
     with pytest.raises(ConnectionClosedError, match=said[how]):
@@ -159,10 +147,9 @@ def test_an_end_behind_a_crossing(
 
 def test_a_lane_that_was_closed_when_it_is_due_to_receive(two: tuple[Channel, Channel]) -> None:
     client, server = two
-    lane = go_before_an_end(two, HEAD + 60_000)
     client.send(MESSAGE, [bytes(NBYTES)], deadline=soon())
     incoming = server.receive(soon())
-    lanes_of(server)[lane].abort()
+    lanes_of(server)[1].abort()
     with pytest.raises(ConnectionClosedError):
         incoming.read_into([memoryview(bytearray(NBYTES))], soon())
     assert server.closed
@@ -170,8 +157,7 @@ def test_a_lane_that_was_closed_when_it_is_due_to_receive(two: tuple[Channel, Ch
 
 def test_a_lane_that_was_closed_when_it_is_due_to_send(two: tuple[Channel, Channel]) -> None:
     client, _ = two
-    lane = go_before_an_end(two, HEAD + 60_000)
-    lanes_of(client)[lane].abort()
+    lanes_of(client)[1].abort()
     with pytest.raises(ConnectionClosedError):
         client.send(MESSAGE, [bytes(NBYTES)], deadline=soon())
     assert client.closed
@@ -191,7 +177,7 @@ def test_damage_behind_a_crossing(two: tuple[Channel, Channel]) -> None:
     damaged = bytearray(frame + sent.to_bytes(8, "little"))
     damaged[-100] = 1
     found = xxhash.xxh3_64_intdigest(damaged[:-8])
-    go_before_an_end(two, HEAD + 60_000)
+    client._connection.begin_sending()
     client._connection.send([damaged], soon())
     with pytest.raises(CorruptBlockError, match=f"{found:016x}, sent was {sent:016x}"):
         server.receive(soon()).read_into([memoryview(bytearray(NBYTES))], soon())

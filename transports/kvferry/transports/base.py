@@ -75,6 +75,16 @@ class Connection(ABC):
         self.recv_into([view[:minimum]], deadline)
         return minimum
 
+    def begin_sending(self) -> None:  # noqa: B027 - most have nothing to do
+        """A message begins with the next byte sent.
+
+        For a connection that deals each message to several streams. Both ends must say so of the same bytes;
+        whoever moves bytes without messages says nothing at either end.
+        """
+
+    def begin_receiving(self, ahead: int) -> None:  # noqa: B027 - most have nothing to do
+        """A message begins with the next byte received, or began with the last ``ahead`` bytes that were."""
+
     def send_hashed(self, head: bytes, views: Sequence[memoryview], deadline: float) -> None:
         """Send ``head``, then ``views``, then the xxh3_64 of all of them (8 bytes, little-endian).
 

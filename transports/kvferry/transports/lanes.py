@@ -1,10 +1,10 @@
 """Lanes: one connection over several sockets.
 
-The stream of bytes is cut into stripes of a fixed size, dealt to the lanes in turn. So both ends know from
-the position in the stream alone which lane has which byte: nothing is added to the bytes, their order is
-that of the stream whatever the lanes do to each other, and a small message, which seldom crosses the end of
-a stripe, goes over one lane. Each end works with one thread a direction, in the order of the stream; the
-buffers of the kernel keep the other lanes busy meanwhile.
+The bytes of each message are cut into stripes of a fixed size, dealt to the lanes in turn from the first one
+on. So both ends know from the position in the message alone which lane has which byte: nothing is added to
+the bytes, their order is that of the stream whatever the lanes do to each other, and a message no longer than
+a stripe goes over the first lane as if there were no other. Each end works with one thread a direction, in
+the order of the stream; the buffers of the kernel keep the other lanes busy meanwhile.
 
 Whoever dials opens all sockets and sends a preamble on each, with the same random id; the listener puts them
 together. A connection that starts with other bytes is an ordinary one of one lane.
@@ -27,6 +27,7 @@ from typing import Final
 
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
 from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError, TransferTimeoutError
+from kvferry.core.log import LogLimiter
 from kvferry.transports.ip import SockAddr
 from kvferry.transports.sockets import SocketConnection, flush_all, poll_timeout_ms
 from kvferry.transports.streams import StreamConnection, advance, take
@@ -43,9 +44,10 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 MAX_LANES: Final = 16
-STRIPE_NBYTES: Final = 1 << 20
+STRIPE_NBYTES: Final = 516 << 10  # room for a head beside a payload, whose size often is a power of two
 MAGIC: Final = b"\x89KVLANE\n"
-_PREAMBLE: Final = struct.Struct("<8s16sHHI")  # magic, id, lane, lanes, bytes of a stripe
+_VERSION: Final = 2  # of how messages are dealt; the first one had the size of its stripes here, 1 MiB
+_PREAMBLE: Final = struct.Struct("<8s16sHHI")  # magic, id, lane, lanes, version
 _PREAMBLE_S: Final = 5.0
 _MAX_WAITING: Final = 256
 _LOOPBACK_SNDBUF_NBYTES: Final = 512 << 10  # the kernel allows twice as much
@@ -68,7 +70,7 @@ def parse_lanes(text: str) -> int:
 def preambles(lanes: int) -> list[bytes]:
     """What is sent first on each lane of a new connection."""
     connection = secrets.token_bytes(16)
-    return [_PREAMBLE.pack(MAGIC, connection, lane, lanes, STRIPE_NBYTES) for lane in range(lanes)]
+    return [_PREAMBLE.pack(MAGIC, connection, lane, lanes, _VERSION) for lane in range(lanes)]
 
 
 class LaneConnection(StreamConnection):
@@ -90,7 +92,7 @@ class LaneConnection(StreamConnection):
             lane.limit_unsent_on_loopback(_LOOPBACK_SNDBUF_NBYTES)
         self._closing = threading.Event()
         self.positions: Final = array("Q", (0, 0))
-        """Bytes of the stream that were sent, and received: whoever moves them otherwise counts them here."""
+        """Bytes of the message that were sent, and received: who moves them otherwise counts them here."""
 
     @property
     def bare_lanes(self) -> tuple[SocketConnection, ...]:
@@ -104,8 +106,16 @@ class LaneConnection(StreamConnection):
 
     # -- stripes ---------------------------------------------------------------------------------------
 
+    def begin_sending(self) -> None:
+        """See :meth:`Connection.begin_sending`."""
+        self.positions[_SENT] = 0
+
+    def begin_receiving(self, ahead: int) -> None:
+        """See :meth:`Connection.begin_receiving`."""
+        self.positions[_RECEIVED] = ahead
+
     def _stripes(self, views: list[memoryview], position: int) -> Iterator[tuple[int, list[memoryview], int]]:
-        """``views`` cut at the ends of stripes, the first byte lying at ``position`` of the stream.
+        """``views`` cut at the ends of stripes, the first byte lying at ``position`` of the message.
 
         Yields:
             The lane, its views, their bytes.
@@ -168,13 +178,16 @@ class LaneConnection(StreamConnection):
             self.positions[_RECEIVED] += nbytes
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
-        """See :meth:`Connection.recv_at_least`."""
+        """See :meth:`Connection.recv_at_least`.
+
+        More than the minimum is taken of the first stripe only: behind another one is no next message.
+        """
         self._enter()
-        stripe, into = divmod(self.positions[_RECEIVED], STRIPE_NBYTES)
-        if minimum > STRIPE_NBYTES - into:
+        room = STRIPE_NBYTES - self.positions[_RECEIVED]
+        if minimum > room:
             return super().recv_at_least(view, minimum, deadline)
-        lane = self._lanes[stripe % len(self._lanes)]
-        place = view[: STRIPE_NBYTES - into] if len(view) > STRIPE_NBYTES - into else view
+        lane = self._lanes[0]
+        place = view[:room] if len(view) > room else view
         n = got = lane.receive_some_by(place, min(deadline, time.monotonic() + _LOOK_S), 0, minimum)
         if got < minimum:  # else there is nothing to look after
             watch = _Watch(self, deadline)
@@ -316,6 +329,7 @@ class LaneAssembler:
         self._silent: dict[int, _Waiting] = {}
         self._groups: dict[bytes, dict[int, _Waiting]] = {}
         self._lanes: dict[bytes, int] = {}
+        self._others = LogLimiter(log)
 
     @property
     def silent(self) -> list[int]:
@@ -361,14 +375,20 @@ class LaneAssembler:
         return self._join(waiting, head)
 
     def _join(self, waiting: _Waiting, head: bytes) -> list[Laned]:
-        _, name, lane, lanes, stripe = _PREAMBLE.unpack(head)
+        _, name, lane, lanes, version = _PREAMBLE.unpack(head)
         group = self._groups.setdefault(name, {})
-        fits = stripe == STRIPE_NBYTES and lane < lanes <= MAX_LANES
+        peer = waiting.sockaddr[0]
+        fits = version == _VERSION and lane < lanes <= MAX_LANES
         if not fits or lane in group or self._lanes.setdefault(name, lanes) != lanes:
-            log.info(
-                "%s: a lane that does not fit was closed (lane %d of %d, stripes of %d bytes)",
-                waiting.sockaddr[0], lane, lanes, stripe,
-            )  # fmt: skip
+            if version == _VERSION:
+                log.info("%s: a lane that does not fit was closed (lane %d of %d)", peer, lane, lanes)
+            else:
+                self._others.log(
+                    *(logging.WARNING, peer),
+                    "%s: a lane was closed, its end deals messages to lanes otherwise (version %d, here %d); "
+                    "update the older end, or dial without lanes",
+                    *(peer, version, _VERSION),
+                )
             waiting.sock.close()
             if not group:
                 self._forget(name)
@@ -406,6 +426,7 @@ class LaneAssembler:
         self._silent.clear()
         self._groups.clear()
         self._lanes.clear()
+        self._others.flush()
 
 
 def nbytes_of(part: Buf) -> int:

@@ -75,6 +75,7 @@ static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_k
     channel_parts payload;
     struct iovec parts[STREAM_PARTS];
     long code = CHANNEL_LONG_WAY;
+    *channel_position(c, CHANNEL_SENT) = 0;
     const double deadline = PyFloat_AsDouble(args[3]);
     if (PyErr_Occurred()) return NULL;
     if (!channel_take(&payload, args[2], 0)) return channel_none();
@@ -142,23 +143,21 @@ static ssize_t channel_first(kvc_channel *c, const channel_lane *l, size_t end, 
 }
 
 // How many bytes the frame in `place` has up to its payload, with its trailer if there is no payload, with both if they
-// are few and of one lane; 0 if it is for the long way, also as some of it is of the next lane. At least its header is there.
+// are few; 0 if it is for the long way. At least its header is there.
 static size_t channel_goal(const kvc_channel *c) {
     const uint8_t *p = c->place.buf;
     const uint64_t meta = kvc_u32(p + 20), payload = kvc_u64(p + 24);
     if (kvc_u32(p + 8) != c->flags || !meta || meta > c->max_meta || payload > c->max_payload) return 0;
     const uint64_t trailer = c->flags ? CHANNEL_TRAILER : 0, head = CHANNEL_HEADER + meta;
-    const uint64_t all = head + payload + trailer, goal = payload > CHANNEL_SMALL || (payload && all > c->room) ? head : all;
-    return goal <= (size_t)c->place.len && goal <= c->room ? (size_t)goal : 0;
+    const uint64_t all = head + payload + trailer, goal = payload > CHANNEL_SMALL ? head : all;
+    return goal <= (size_t)c->place.len ? (size_t)goal : 0;
 }
 
 // Without the GIL: a frame as far as channel_goal says, or an end. `have` says how much came, `errno` what went wrong.
 static ssize_t channel_frame(kvc_channel *c, const channel_lane *l, int ahead, double deadline) {
-    size_t goal = CHANNEL_HEADER, first = ahead ? c->usual : CHANNEL_HEADER;
-    if (goal > c->room) goal = (size_t)c->room;
-    if (first > c->room) first = (size_t)c->room;
+    size_t goal = CHANNEL_HEADER;
     c->have = 0;
-    ssize_t n = channel_first(c, l, first, ahead ? 0 : MSG_WAITALL, deadline);
+    ssize_t n = channel_first(c, l, ahead ? c->usual : CHANNEL_HEADER, ahead ? 0 : MSG_WAITALL, deadline);
     for (;; n = channel_read(c, l, c->have, goal, MSG_WAITALL)) {
         if (n <= 0) return n;
         c->have += (size_t)n;
@@ -204,9 +203,8 @@ static PyObject *channel_receive(kvc_channel *c, PyObject *const *args, const kv
     const double deadline = PyFloat_AsDouble(args[0]);
     const int ahead = PyObject_IsTrue(args[1]);
     if (PyErr_Occurred()) return NULL;
-    const channel_lane *l = channel_at(c, CHANNEL_RECEIVED);
+    const channel_lane *l = &c->lanes[0]; // where frames begin
     if (c->pending || channel_limit(c, l, deadline, CHANNEL_RECEIVED) < 0 || !channel_enter(c, l)) return channel_none();
-    c->room = channel_room(c, CHANNEL_RECEIVED);
     ssize_t n;
     int error;
     do {
@@ -223,7 +221,7 @@ static PyObject *channel_receive(kvc_channel *c, PyObject *const *args, const kv
     }
     const int closed = channel_is_closed(l);
     channel_exit(l);
-    *channel_position(c, CHANNEL_RECEIVED) += c->have;
+    *channel_position(c, CHANNEL_RECEIVED) = c->have;
     if (error == EINTR && PyErr_CheckSignals()) return NULL;
     if (closed || (n == 0 && !c->have)) return PyLong_FromLong(CHANNEL_ENDED);
     if (error == -CHANNEL_STRAY) return PyLong_FromLong(CHANNEL_STRAY);
@@ -343,7 +341,7 @@ static PyObject *channel_make(PyObject *of, PyMethodDef *methods, ssize_t count)
     }
     PyObject **fields[] = {&c->kinds, &c->numbers, &c->carriers, &c->encode, &c->decode};
     for (ssize_t i = 0; i < 5; i++) *fields[i] = PyTuple_GetItem(of, i + 1);
-    c->stripe = channel_number(of, 8);
+    c->stripe = channel_number(of, 8); // longer than the place: what is received ahead is of the first one
     c->receive_flags = (int)channel_number(of, 9);
     c->flags = channel_number(of, 10);
     c->max_meta = channel_number(of, 11);

@@ -1,4 +1,4 @@
-// The sockets of a channel: who is inside of them, until when, and a stream moved over them, from one to the next where
+// The sockets of a channel: who is inside of them, until when, and a frame moved over them, from one to the next where
 // its stripe ends. For the short ways of channel.h.
 #ifndef KVC_LANES_H
 #define KVC_LANES_H
@@ -30,9 +30,9 @@ typedef struct {
 // One connection. Everything but the calls of the system happens with the GIL held.
 typedef struct {
     PyObject *held;                              // the tuple that keeps the others alive
-    channel_lane lanes[CHANNEL_LANES];           // the stream is dealt to them in stripes, see kvferry.transports.lanes
-    uint64_t count, stripe, room;                // lanes; bytes of a stripe, and of it before the frame that is received
-    Py_buffer positions;                         // bytes that were sent, and received
+    channel_lane lanes[CHANNEL_LANES];           // each frame is dealt to them in stripes, see kvferry.transports.lanes
+    uint64_t count, stripe;                      // lanes; bytes of a stripe
+    Py_buffer positions;                         // bytes of the frame that were sent, and received
     PyObject *kinds, *numbers, *carriers;        // number to class, class to number, classes that may carry a payload
     PyObject *encode, *decode;
     Py_buffer place;                             // for what is received ahead

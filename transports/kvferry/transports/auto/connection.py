@@ -51,6 +51,14 @@ class AutoConnection(Connection):
         """See :meth:`Connection.recv_at_least`."""
         return self._inner.recv_at_least(view, minimum, deadline)
 
+    def begin_sending(self) -> None:
+        """See :meth:`Connection.begin_sending`."""
+        self._inner.begin_sending()
+
+    def begin_receiving(self, ahead: int) -> None:
+        """See :meth:`Connection.begin_receiving`."""
+        self._inner.begin_receiving(ahead)
+
     def send_hashed(self, head: bytes, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.send_hashed`."""
         self._inner.send_hashed(head, views, deadline)
