@@ -187,7 +187,7 @@ class Segment(_Views):
         OSError: If the kernel has no memory or no descriptor left.
     """
 
-    __slots__ = ("array", "data_fd", "generations_fd")
+    __slots__ = ("_pid", "array", "data_fd", "generations_fd")
 
     def __init__(
         self, segment: int, nbytes: int, tenant: str, *, shared: bool = True, placement: Placement = ANYWHERE
@@ -208,6 +208,7 @@ class Segment(_Views):
             raise
         super().__init__(SegmentInfo(segment, nbytes, tenant), memoryview(data), memoryview(table).cast("Q"))
         self.array: ByteArray | None = np.frombuffer(data, np.uint8)
+        self._pid = os.getpid()
         _maps.add(data)
 
     def raise_generation(self, offset: int) -> None:
@@ -237,9 +238,10 @@ class Segment(_Views):
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last view. A second call does nothing.
 
-        Others who have it mapped see that it is retired.
+        Others who have it mapped see that it is retired, unless a fork of its owner closes it.
         """
-        self._gone[0] = self.info.nbytes
+        if os.getpid() == self._pid:
+            self._gone[0] = self.info.nbytes
         self._data = self.array = None
         self._close_descriptors()
 
