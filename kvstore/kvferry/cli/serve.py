@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -59,15 +60,22 @@ def serve(
     """
     gc.disable()  # nothing of a start is garbage, and looking for it takes a sixth of the time
     flags = {
-        "daemon.socket": ("--socket", socket),
+        "daemon.socket": ("--socket", _absolute(socket)),
         "daemon.listen": ("--listen", listen or None),
         "store.dram_capacity": ("--capacity", capacity),
-        "daemon.disk": ("--disk", disk),
+        "daemon.disk": ("--disk", _absolute(disk)),
         "daemon.disk_capacity": ("--disk-capacity", disk_capacity),
         "daemon.http": ("--http", http),
-        "daemon.credentials": ("--credentials", credentials),
+        "daemon.credentials": ("--credentials", _absolute(credentials)),
     }
     loaded = load_and_log(config, sets, flags)
     from kvferry.daemon.main import run_daemon
 
     run_daemon(loaded)
+
+
+def _absolute(path: str | None) -> str | None:
+    """A path of the command line is from the folder that the command was given in."""
+    if path in (None, "", "auto", "none") or Path(path).expanduser().is_absolute():
+        return path
+    return str(Path(path).absolute())

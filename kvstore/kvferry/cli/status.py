@@ -14,7 +14,7 @@ from kvferry.core.units import format_nbytes
 if TYPE_CHECKING:
     from kvferry.daemon.status import DaemonStatus, TierStatus
 
-__all__ = ["seconds", "share", "status", "tier_problems", "tier_state"]
+__all__ = ["found_shares", "seconds", "share", "status", "tier_problems", "tier_state"]
 
 
 def status(
@@ -57,6 +57,13 @@ def tier_state(tier: TierStatus) -> str:
     return "works" if tier.healthy else "in trouble"
 
 
+def found_shares(found: DaemonStatus) -> str:
+    """Which share of blocks was there: of those looked up, and of those that loads asked for."""
+    lookups = share(sum(t.hit_blocks for t in found.tenants), sum(t.lookup_blocks for t in found.tenants))
+    loads = share(sum(t.loaded_blocks for t in found.tenants), sum(t.load_blocks for t in found.tenants))
+    return f"blocks found: {lookups} of lookups, {loads} of loads"
+
+
 def tier_problems(found: DaemonStatus) -> list[str]:
     """What does not work now, a line each."""
     several = len(found.tenants) > 1
@@ -72,11 +79,13 @@ def _show(found: DaemonStatus) -> None:
     state = "draining" if found.draining else "up"
     say(f"kvferry {found.version}, {state} for {seconds(found.uptime_s)}, pid {found.process.pid}")
     say(f"listens on {' '.join(found.addresses)} {found.http}")
-    say(
-        f"{len(found.clients)} clients, {found.connections} connections, {found.requests_under_way} requests "
-        f"under way, {format_nbytes(found.process.resident_nbytes)} resident, "
-        f"{found.process.cpu_s:.1f} s of CPU"
+    clients = f"{len(found.clients)} clients, {found.connections} connections"
+    own = (
+        f", {found.requests_under_way} requests under way, "
+        f"{format_nbytes(found.process.resident_nbytes)} resident, {found.process.cpu_s:.1f} s of CPU"
     )
+    say(clients if found.tenant else clients + own)
+    say(found_shares(found))
     say("")
     print_table(
         ["tenant", "tier", "used", "of", "blocks", "hit rate", "state", "queued", "lost"],
@@ -117,7 +126,8 @@ def _show_tenants(found: DaemonStatus) -> None:
         ],
         optional=2,
     )  # fmt: skip
-    say(f"{found.refused_connections} connections were refused for want of a valid token")
+    if not found.tenant:
+        say(f"{found.refused_connections} connections were refused for want of a valid token")
 
 
 def _show_requests(found: DaemonStatus) -> None:

@@ -13,7 +13,7 @@ import typer
 from kvferry.cli.daemon_http import Port, TokenOption, UrlOption
 from kvferry.cli.options import ConfigFile, Json
 from kvferry.cli.output import plain, print_json
-from kvferry.cli.status import seconds, share, tier_problems, tier_state
+from kvferry.cli.status import found_shares, seconds, share, tier_problems, tier_state
 from kvferry.core.errors import ConfigError, ConnectError
 from kvferry.core.units import format_nbytes
 
@@ -136,8 +136,10 @@ def _view(now: DaemonStatus, before: DaemonStatus | None, width: int) -> Rendera
         Text(f"kvferry {now.version}, {'draining' if now.draining else 'up'} for {seconds(now.uptime_s)}"),
         Text(_rates(now, before), style="bold"),
         Text(
-            f"{len(now.clients)} clients, {now.connections} connections, {now.requests_under_way} under way"
+            f"{len(now.clients)} clients, {now.connections} connections"
+            + ("" if now.tenant else f", {now.requests_under_way} under way")
         ),
+        Text(found_shares(now)),
         _tiers(now, width),
         *(Text(plain(line), style="red") for line in tier_problems(now)),
     ]

@@ -14,7 +14,7 @@ from kvferry.client.client import Client
 from kvferry.client.leases import ClientReadLease, ClientWriteLease
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.options import ClientOptions
-from kvferry.core.errors import LeaseExpiredError
+from kvferry.core.errors import ConfigError, LeaseExpiredError
 
 __all__ = ["AsyncClient", "AsyncView"]
 
@@ -102,9 +102,17 @@ class AsyncClient(AsyncView):
 
     Args:
         client: The blocking client, which is the caller's until :meth:`close`.
+
+    Raises:
+        ConfigError: If it is none, such as an address; see :meth:`connect`.
     """
 
     def __init__(self, client: Client) -> None:
+        if not isinstance(client, Client):
+            raise ConfigError(
+                f"AsyncClient({client!r}) takes a Client; for an address: await AsyncClient.connect(URL), or "
+                "async with await AsyncClient.connect(URL) as client"
+            )
         threads = ThreadPoolExecutor(client.link.options.max_connections, "kvferry-async-client")
         super().__init__(client, threads)
 

@@ -15,6 +15,7 @@ from kvferry.client.link import GRACE_S, Link
 from kvferry.client.mover import BlockMover
 from kvferry.client.namespace import ClientNamespace
 from kvferry.client.options import ClientCounters, ClientOptions
+from kvferry.core.address import parse_url
 from kvferry.core.blockstore import Completion, Stats
 from kvferry.core.clock import checked_deadline, deadline_in
 from kvferry.core.errors import (
@@ -26,7 +27,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.keys import BlockKey, split_keys
 from kvferry.core.paged_copy import BlockCopier
-from kvferry.core.runtime_folder import daemon_socket
+from kvferry.core.runtime_folder import DAEMON_PORT, daemon_socket
 from kvferry.core.spec import KeyScope, KVSpec
 from kvferry.wire import daemon_messages as d
 
@@ -34,6 +35,15 @@ __all__ = ["Client", "default_url"]
 
 _DEFAULT_SCOPE = KeyScope()
 _DEFAULT_OPTIONS: Final = ClientOptions()
+
+
+def _with_port(url: str) -> str:
+    """``url`` with the daemon's port where it has none."""
+    if parse_url(url, default_port=0).port != 0:
+        return url
+    return str(parse_url(url, default_port=DAEMON_PORT))
+
+
 _AWAY: Final = (TransportError, UnavailableError, OverloadedError)
 _POLL_PAUSE_S: Final = 0.02
 _PREFETCH_S: Final = 90.0  # longer than any prefetch
@@ -73,7 +83,7 @@ class Client:
     ) -> None:  # fmt: skip
         if session:
             options = replace(options, session=session)
-        self.link = Link(url if url is not None else default_url(), options)
+        self.link = Link(_with_port(url) if url is not None else default_url(), options)
         self.mover = BlockMover(copiers)
         self._prefetched_at = 0.0
         self._prefetches = 0

@@ -19,6 +19,7 @@ from kvferry.client.memory import RecycledMemory
 from kvferry.client.options import ClientCounters, ClientOptions
 from kvferry.client.staging import Staging
 from kvferry.client.token import shown_token
+from kvferry.core.cause import Cause
 from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import (
     KVFerryError,
@@ -62,10 +63,13 @@ class Link:
     Args:
         url: Where the daemon is.
         options: See :class:`ClientOptions`.
+        label: What the log calls it; its URL if empty.
     """
 
-    def __init__(self, url: str, options: ClientOptions) -> None:
+    def __init__(self, url: str, options: ClientOptions, label: str = "") -> None:
         self.url = url
+        self.label = label or url
+        self._cause: Cause | None = None
         self.options = options
         self.counters = ClientCounters()
         self.session = options.session or f"client-{secrets.token_hex(12)}"
@@ -222,7 +226,7 @@ class Link:
     def _arrived(self, line: Line) -> None:
         self.counters.connects += 1
         if self._away_reason:
-            log.info("%s: the daemon is back", self.url)
+            log.info("%s: the daemon is back", self.label)
         self._away_reason, self._away_until, self._pause_s, self._timeouts = "", 0.0, 0.0, 0
         if self._lost:
             self.counters.reconnects += 1
@@ -242,7 +246,12 @@ class Link:
     def _leave(self, reason: str) -> None:
         """The daemon was not reached: nobody tries for a while."""
         if not self._away_reason:
-            log.warning("%s: the daemon is away, nothing is found or stored meanwhile: %s", self.url, reason)
+            self._cause = Cause(reason)
+            log.warning(
+                "%s: the daemon is away, nothing is found or stored meanwhile: %s", self.label, reason
+            )
+        elif self._cause is not None and self._cause.now(reason):
+            log.warning("%s: the daemon is still away, and the reason is another now: %s", self.label, reason)
         self._away_reason = reason
         self._lost = self._lost or bool(self._epoch)
         first, last = self.options.first_pause_s, self.options.last_pause_s

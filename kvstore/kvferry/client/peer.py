@@ -229,7 +229,7 @@ class PeerClient:
             if self._closed:
                 raise UnavailableError(f"{self.url}: the daemon is not asked any more")
             if self._link is None:
-                self._link = Link(self.url, replace(self._options))
+                self._link = Link(self.url, replace(self._options), label=f"peer {self.url}")
             return self._link
 
     @staticmethod

@@ -6,10 +6,14 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from kvferry.core.errors import ConnectError
 
-__all__ = ["daemon_socket", "runtime_folder", "runtime_folder_path"]
+__all__ = ["DAEMON_PORT", "daemon_socket", "runtime_folder", "runtime_folder_path"]
+
+DAEMON_PORT: Final = 8450
+"""Of an address of a daemon that names none."""
 
 
 def runtime_folder_path() -> Path:

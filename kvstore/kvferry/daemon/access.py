@@ -60,6 +60,7 @@ def seen_by(caller: Caller, status: DaemonStatus) -> DaemonStatus:
     connections = sum(one.connections for one in clients)
     return msgspec.structs.replace(
         status,
+        tenant=name,
         connections=connections,
         sessions_left_behind=0,
         requests_under_way=0,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import AuthError, RequestError
+from kvferry.core.errors import AuthError, KVFerryError, RequestError
 from kvferry.core.keys import split_keys
 from kvferry.daemon.tenants import DEFAULT_TENANT
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kvferry.store.tiered import TieredStore
 
 __all__ = ["VERBS", "AdminDone", "Clear", "Drain", "Evict", "Pin", "Reload", "perform"]
+
+log = logging.getLogger(__name__)
 
 _DAY_S: Final = 86400.0
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -110,11 +113,7 @@ def perform(daemon: Daemon, request: object, caller: Caller, reload: Callable[[]
     if isinstance(request, Drain):
         return _drain(daemon, request)
     if isinstance(request, Reload):
-        reload()
-        text = "the token was read again"
-        return AdminDone(
-            done=True, text=f"{text}; {daemon.tenants.reload()}" if daemon.tenants.guarded else text
-        )
+        return _reload(daemon, reload)
     if not isinstance(request, _Verb):
         raise RequestError(f"{type(request).__name__} is no admin request")
     tenant = request.tenant or caller.tenant or DEFAULT_TENANT
@@ -130,13 +129,27 @@ def perform(daemon: Daemon, request: object, caller: Caller, reload: Callable[[]
     return AdminDone(done=nbytes >= request.nbytes, blocks=count, text=f"{nbytes} bytes go from memory")
 
 
+def _reload(daemon: Daemon, reload: Callable[[], None]) -> AdminDone:
+    try:
+        reload()
+        text = "the token was read again"
+        if daemon.tenants.guarded:
+            text = f"{text}; {daemon.tenants.reload()}"
+    except KVFerryError as error:
+        log.error("not all was read again: %s", error)  # noqa: TRY400 - its text says all
+        raise
+    return AdminDone(done=True, text=text)
+
+
 def _drain(daemon: Daemon, request: Drain) -> AdminDone:
     if request.resume:
         daemon.draining = False
         return AdminDone(done=True, text="it takes new work again")
-    done = daemon.drain(deadline_in(request.timeout_s))
-    state = "all is done and written" if done else "not all is done and written yet: ask again"
-    return AdminDone(done=done, text=f"no new work is taken; {state}")
+    drained = daemon.drain(deadline_in(request.timeout_s))
+    state = "all is done and written"
+    if not drained.done:
+        state = f"not all is done and written: {drained.text}{'; ask again' if drained.waits else ''}"
+    return AdminDone(done=drained.done, text=f"no new work is taken; {state}")
 
 
 def _clear(store: TieredStore, request: Clear) -> AdminDone:

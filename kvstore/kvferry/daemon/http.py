@@ -313,7 +313,7 @@ class DaemonHttp:
             self._limiter.log(logging.WARNING, peer, "admin: %s shows no valid token", peer)
             await asyncio.sleep(_WRONG_TOKEN_S)  # slows down who tries them one by one
         remedy = "the one in daemon.token_file" if self._token.given else "daemon.token_file is none"
-        raise HTTPException(401, f"this needs Authorization: Bearer TOKEN; {remedy}")
+        raise HTTPException(401, f"this needs a token, as Bearer in the header Authorization; {remedy}")
 
 
 def _peer(request: Request) -> str:

@@ -64,8 +64,10 @@ def run_daemon(config: Config) -> None:
         notify("READY=1", f"STATUS=serving on {' '.join(daemon.addresses)}", f"MAINPID={os.getpid()}")
         stop.wait(lambda: _alive(http) and _reloaded(reload, daemon, http))
         notify("STOPPING=1", "STATUS=draining")
-        if not daemon.drain(deadline_in(config.daemon.drain)):
-            log.warning("not all was done and written within daemon.drain (%g s)", config.daemon.drain)
+        drained = daemon.drain(deadline_in(config.daemon.drain))
+        if not drained.done:
+            late = f"; time ran out: raise daemon.drain ({config.daemon.drain:g} s)" if drained.waits else ""
+            log.warning("not all was done and written: %s%s", drained.text, late)
     finally:
         if http is not None:
             http.close()

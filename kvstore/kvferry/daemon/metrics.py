@@ -28,6 +28,8 @@ _STORE: Final = {  # field of TenantStatus: (name, text)
     "lookups": ("lookups_total", "Lookups."),
     "lookup_blocks": ("lookup_blocks_total", "Blocks that lookups asked for."),
     "hit_blocks": ("hit_blocks_total", "Blocks of lookups that any tier had."),
+    "load_blocks": ("load_blocks_total", "Blocks that loads of clients asked for."),
+    "loaded_blocks": ("loaded_blocks_total", "Blocks that loads of clients got."),
     "saved_blocks": ("saved_blocks_total", "Blocks newly stored in memory."),
     "evicted_blocks": ("evicted_blocks_total", "Blocks evicted from memory."),
     "expired_leases": ("expired_leases_total", "Leases that ended by their deadline."),

@@ -19,6 +19,7 @@ from kvferry.core.process import listening, trim_heap
 from kvferry.daemon.checks import listen_urls, peer_token, require_other_peers, store_config
 from kvferry.daemon.credentials import credentials_path
 from kvferry.daemon.disks import require_disks, room_notes
+from kvferry.daemon.drained import Drained, unwritten
 from kvferry.daemon.operations import Operations
 from kvferry.daemon.service import Service
 from kvferry.daemon.sessions import Sessions
@@ -173,22 +174,27 @@ class Daemon:
         """The store of a tenant."""
         return self.stores[tenant]
 
-    def drain(self, deadline: float) -> bool:
+    def drain(self, deadline: float) -> Drained:
         """Take no new work, let what is under way end, and write what is not on slower tiers yet.
 
         Write leases that were given out may still be committed.
-
-        Returns:
-            Whether all of it was done by the deadline.
         """
         self.draining = True
-        done = self.work.wait_idle(deadline)
+        self.work.wait_idle(deadline)
         while self._writes() and not is_past(deadline):
             self._closed.wait(min(_DRAIN_PAUSE_S, time_left(deadline)))
-        done = done and not self._writes() and self.work.wait_idle(deadline)
-        for store in self.stores.values():
-            done = store.flush(deadline=deadline) and done
-        return done
+        waits: list[str] = []
+        lost: list[str] = []
+        if self._writes():
+            waits.append("clients hold slots that they fill")
+        if not self.work.wait_idle(deadline):
+            waits.append(f"{self.work.count} requests are under way")
+        for tenant, store in self.stores.items():
+            if not store.flush(deadline=deadline):
+                left = unwritten(tenant, store)
+                waits += left.waits
+                lost += left.lost
+        return Drained(tuple(waits), tuple(lost))
 
     def _writes(self) -> bool:
         return any(session.holds_slots for session in self.sessions.active)

@@ -172,7 +172,9 @@ class Service:
 
     def _require_taking(self) -> None:
         if self._node.draining:
-            raise OverloadedError("the daemon is draining: it finishes what is under way and then ends")
+            raise OverloadedError(
+                "the daemon is draining: it finishes what is under way, and takes no new work"
+            )
 
     # ---- namespaces ------------------------------------------------------------------------------
 
@@ -264,6 +266,7 @@ class Service:
         self._session.expect(message.lease)
         lease = namespace.load(keys, deadline=deadline_in(message.timeout_s))
         self._moved = (len(lease), len(lease) * namespace.block_nbytes)
+        self._grant.tenant.count_load(len(keys), len(lease))
         self._session.add(message.lease, lease)
         if message.inline:
             loaded = d.Loaded(blocks=len(lease), expires_at=_moment(lease), lossy=_lossy(lease))

@@ -80,6 +80,10 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     saved_blocks: int
     evicted_blocks: int
     expired_leases: int
+    load_blocks: int = 0
+    """Blocks that loads of clients asked for: with or without a lookup before."""
+    loaded_blocks: int = 0
+    """Blocks that they got."""
     tiers: tuple[TierStatus, ...]
     connections: int = 0
     refused: dict[str, int] = {}
@@ -172,6 +176,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     slowest: tuple[SlowStatus, ...]
     faults: tuple[FaultStatus, ...]
     fault_counts: dict[str, int]
+    tenant: str = ""
+    """Whose view it is; what is not this tenant's to see is 0 or empty. Empty: the operator's, of all."""
     notes: tuple[str, ...] = ()
     """What was not as it should be at the start: a capacity that the device cannot hold."""
 
@@ -245,6 +251,7 @@ def _tenants(daemon: Daemon) -> tuple[TenantStatus, ...]:
 def _tenant(tenant: Tenant, connections: int) -> TenantStatus:
     stats, spaces, problems = tenant.store.stats(), tenant.store.spaces(), tenant.store.problems()
     rate_nbytes, rate_requests = tenant.meter.limits
+    asked, got = tenant.loads
     return TenantStatus(
         name=tenant.name,
         connections=connections,
@@ -260,6 +267,8 @@ def _tenant(tenant: Tenant, connections: int) -> TenantStatus:
         lookups=stats.lookups,
         lookup_blocks=stats.lookup_blocks,
         hit_blocks=stats.hit_blocks,
+        load_blocks=asked,
+        loaded_blocks=got,
         saved_blocks=stats.saved_blocks,
         evicted_blocks=stats.evicted_blocks,
         expired_leases=stats.expired_leases,

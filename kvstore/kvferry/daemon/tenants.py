@@ -54,6 +54,7 @@ class Tenant:
         self.max_connections = limits.connections
         self._lock = threading.Lock()
         self._refused: Counter[str] = Counter({"connections": 0, "rate": 0, "right": 0})
+        self._loads = (0, 0)
 
     def __repr__(self) -> str:
         return f"<Tenant {self.name}>"
@@ -62,6 +63,16 @@ class Tenant:
         """A request was refused for its ``rate`` or ``right``, or a connection for there being too many."""
         with self._lock:
             self._refused[reason] += 1
+
+    @property
+    def loads(self) -> tuple[int, int]:
+        """Blocks that loads of clients asked for, and those that they got."""
+        return self._loads
+
+    def count_load(self, asked: int, got: int) -> None:
+        """A load asked for ``asked`` blocks and got ``got`` of them."""
+        with self._lock:
+            self._loads = (self._loads[0] + asked, self._loads[1] + got)
 
     def set(self, limits: Limits) -> None:
         """Other limits from now on; those of memory and disk are the store's."""

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvferry.core.cause import Cause
 from kvferry.core.errors import ConfigError
-from kvferry.store.cause import Cause
 
 __all__ = ["Breaker"]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvferry.core.block_events import BlockFeed
+from kvferry.core.cause import kind_of
 from kvferry.core.errors import ConfigError, KVFerryError, TierError
 from kvferry.core.interrupts import from_signal_handler
 from kvferry.core.keys import BlockKey
 from kvferry.core.values import require_number, require_whole
 from kvferry.store.breaker import Breaker
-from kvferry.store.cause import kind_of
 from kvferry.store.hands import UNKNOWN, drop_frames, trace_of
 from kvferry.store.policies import (
     AdmissionPolicy,

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from typing import Final
 
-from kvferry.store.cause import Cause
+from kvferry.core.cause import Cause
 
 __all__ = ["Problems"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli import app, main
+from kvferry.cli import app, main, serve
 from kvferry.core.errors import AuthError, ConfigError, ConnectError, RequestError
 
 MINE = "test_app_commands"
@@ -215,3 +215,13 @@ def test_help_is_filled_and_offers_only_what_is_ours(
             assert len(line) + 1 + len(following.split()[0]) > 86, line
     if command == ["prefill"]:
         assert "[model.path]" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"), [("./dd", "{}/dd"), ("/a/b", "/a/b"), ("none", "none"), ("~/x", "~/x"), (None, None)]
+)
+def test_paths_of_the_command_line_are_from_where_it_is_given(
+    given: str | None, taken: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert serve._absolute(given) == (taken and taken.format(tmp_path))

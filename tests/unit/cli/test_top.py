@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from kvferry.cli import top as top_module
@@ -67,6 +68,20 @@ def test_what_is_shown_is_whole(width: int, shown: list[str], gone: list[str]) -
     for word in gone:
         assert word not in text, text
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_why_a_tier_fails_is_shown_and_nothing_that_is_not_the_tenant_s() -> None:
+    now = status()
+    (tenant,) = now.tenants
+    broken = structs.replace(tenant.tiers[1], problems={"server h:6379": "the password is wrong"})
+    tenant = structs.replace(tenant, tiers=(tenant.tiers[0], broken), load_blocks=4, loaded_blocks=1)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    console.print(top_module._view(structs.replace(now, tenants=(tenant,), tenant="a"), None, 100))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "tier disk, server h:6379: the password is wrong" in text
+    assert "50.0 % of lookups, 25.0 % of loads" in text
+    assert "under way" not in text
 
 
 def test_a_pipe_gets_every_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry.client import AsyncClient, ClientOptions
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import CapacityError, LeaseExpiredError
+from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError
 from kvferry.daemon import Daemon
 from kvferry.testing.blocks import block_bytes, small_spec, wait_until
 
@@ -83,3 +86,17 @@ def test_many_calls_at_once_take_few_connections(start: Callable[..., Daemon]) -
 
     asyncio.run(run())
     assert not [t for t in threading.enumerate() if t.name.startswith("kvferry-async-client")]
+
+
+def test_an_address_is_refused_with_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"await AsyncClient\.connect"):
+        AsyncClient("unix:///somewhere")  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_document_runs(start: Callable[..., Daemon]) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "daemon.md").read_text()
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "AsyncClient" in one]
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/daemon.md", "exec"), names)
+    found = asyncio.run(names["reuse"](start().addresses[0], SPEC, [7] * 3 * SPEC.block_tokens))
+    assert found == [bytes(SPEC.block_nbytes)] * 3

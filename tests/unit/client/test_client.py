@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 
 from kvferry.client import Client, ClientOptions, ClientWriteLease
+from kvferry.client.client import _with_port
+from kvferry.client.link import Link
+from kvferry.core import cause
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import (
     CapacityError,
@@ -273,3 +276,29 @@ def test_close_ends_its_threads_and_leases(start: Start) -> None:
         lease.view(0)
     wait_until(lambda: (stats(daemon).quarantined_nbytes, stats(daemon).pinned_nbytes) == (0, 0))
     wait_until(lambda: {t.name for t in threading.enumerate()} <= before)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("tcp://127.0.0.1", "tcp://127.0.0.1:8450"),
+        ("tcp://127.0.0.1:9", "tcp://127.0.0.1:9"),
+        ("unix:///a/b", "unix:///a/b"),
+    ],
+)
+def test_an_address_without_a_port_has_the_daemon_s(given: str, taken: str) -> None:
+    assert _with_port(given) == taken
+
+
+def test_another_reason_for_being_away_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cause, "_LEAST_S", 0.0)
+    link = Link("tcp://127.0.0.1:9", ClientOptions(), label="peer tcp://127.0.0.1:9")
+    for reason in ("connection refused", "connection refused", "the token is not valid"):
+        link._leave(reason)
+        assert link._away_reason == reason
+    link.close()
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.startswith("peer tcp://127.0.0.1:9: the daemon is ") for line in told] == [True, True]
+    assert "still away, and the reason is another now: the token is not valid" in told[1]

@@ -14,9 +14,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.cli.app import main
+from kvferry.cli.daemon_http import Port
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import RequestError
+from kvferry.daemon.admin import Reload
 from kvferry.engine.gateway.metrics import GatewayMetrics
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
 
@@ -118,6 +120,24 @@ def test_c144_the_hit_rate_counts_what_was_asked_for(running: Running) -> None:
     assert samples(running)[HIT] == 40
 
 
+def test_loads_without_a_lookup_have_a_rate_of_their_own(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ns = running.client.namespace(SPEC)
+    keys = ns.keys([1] * 8 * SPEC.block_tokens)
+    save_blocks(ns, keys[:3])
+    with ns.load(keys, deadline=deadline_in(20)) as lease:
+        assert len(lease) == 3
+    with ns.load(keys[4:], deadline=deadline_in(20)) as lease:
+        assert len(lease) == 0
+    asked, got = (f"kvferry_store_{name}_blocks_total[('tenant', 'default')]" for name in ("load", "loaded"))
+    wait_until(lambda: samples(running)[asked] == 12)
+    assert (samples(running)[got], samples(running)[ASKED], samples(running)[HIT]) == (3, 0, 0)
+    with pytest.raises(SystemExit):
+        main(["status", "--url", running.http.url])
+    assert "blocks found: – of lookups, 25.0 % of loads" in capsys.readouterr().out
+
+
 def test_c145_counters_of_an_idle_daemon_stand_still(running: Running) -> None:
     ns = running.client.namespace(SPEC)
     keys = ns.keys([1] * 4 * SPEC.block_tokens)
@@ -162,7 +182,7 @@ def test_c147_what_processes_of_a_client_did_is_counted_together(running: Runnin
 
 def test_it_is_ready_until_it_drains(running: Running) -> None:
     assert msgspec.json.decode(running.port.ask("GET", "/ready")) == {"ready": True}
-    assert running.daemon.drain(deadline_in(20))
+    assert running.daemon.drain(deadline_in(20)).done
     with pytest.raises(RequestError, match="503"):
         running.port.ask("GET", "/ready")
     assert running.port.ask("GET", "/live")
@@ -215,3 +235,31 @@ def test_why_a_tier_fails_is_shown_without_secrets(
     assert "tier disk, writes: the device is gone" in capsys.readouterr().out
     level.writes.leave(failures=0, successes=1)
     wait_until(lambda: running.port.status().tenants[0].tiers[1].problems == {})
+
+
+def test_a_drain_says_what_was_not_written_and_why(running: Running) -> None:
+    ns = running.client.namespace(SPEC)
+    keys = ns.keys([1] * 4 * SPEC.block_tokens)
+    (level,) = running.daemon.stores["default"].levels
+    level.writes.leave(failures=99, successes=0, reason="the device is gone")
+    level.writes._retry_at = float("inf")  # it is not tried again
+    save_blocks(ns, keys)
+    drained = running.daemon.drain(deadline_in(20))
+    assert not drained.done
+    assert not drained.waits, "more time would not help"
+    assert "blocks were not written to tier disk since the start, which does not work: " in drained.text
+    assert "the device is gone" in drained.text
+
+
+def test_a_reload_that_fails_is_in_the_log(
+    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = Port(running.http.url, str(tmp_path / "shown"))
+    (tmp_path / "shown").write_text(running.token)
+    (tmp_path / "shown").chmod(0o600)
+    (tmp_path / "token").unlink()
+    with pytest.raises(RequestError):
+        port.admin("reload", Reload())
+    assert [r.levelname for r in caplog.records if r.getMessage().startswith("not all was read again: ")] == [
+        "ERROR"
+    ]

@@ -87,6 +87,8 @@ def test_the_port_shows_a_tenant_nothing_of_others(
     assert not own.faults
     assert not own.operations
     assert "of-b" not in str(own)
+    his = _shown(capsys, ports(admin))
+    assert not [word for word in ("resident", "of CPU", "under way", "were refused") if word in his], his
     header = {"authorization": f"Bearer {admin.decode()}"}
     with pytest.raises(RequestError, match="403"):
         ports(None).ask("GET", "/metrics", headers=header)

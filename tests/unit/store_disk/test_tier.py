@@ -108,7 +108,7 @@ def test_what_is_not_the_tiers_counts_and_stays(
         write(tier, namespace, chain(namespace, number, 1))
     assert disk_usage(folder) <= 256 << 10
     assert (folder / "Other" / "deep" / "file").stat().st_size == 100_000
-    assert len(lines(caplog, "not ours")) == 1
+    assert len(lines(caplog, "not the tier's")) == 1
 
 
 def test_the_least_recently_used_goes_first_also_after_a_restart(make_tier: MakeTier, folder: Path) -> None:

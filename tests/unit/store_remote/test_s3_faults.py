@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvferry.core import cause
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import BlockKey
-from kvferry.store import cause
 from kvferry.store.remote.s3 import S3Options, S3Tier
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import small_spec, wait_until

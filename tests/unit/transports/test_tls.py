@@ -363,6 +363,24 @@ def test_client_of_tls_1_2(files: Files, listener: Listener, caplog: pytest.LogC
     assert "does not speak TLS 1.3" in caplog.text
 
 
+def test_one_host_has_a_line_for_each_reason(
+    files: Files, listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = _old_context(files, ssl.PROTOCOL_TLS_CLIENT)
+    for _ in range(2):
+        with socket.create_connection(host_port(listener), timeout=LONG_S) as peer:
+            peer.sendall(b"KVFY" + bytes(28))
+            assert peer.recv(100)[:2] == b"\x15\x03"
+        with socket.create_connection(host_port(listener), timeout=LONG_S) as sock:
+            with pytest.raises(ssl.SSLError):
+                context.wrap_socket(sock)
+    with ends(listener):
+        pass
+    lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    first = [line for line in lines if "more in" not in line]
+    assert len({line.partition("refused: ")[2] for line in first}) == 2, lines
+
+
 def test_server_of_tls_1_2(files: Files) -> None:
     context = _old_context(files, ssl.PROTOCOL_TLS_SERVER)
 

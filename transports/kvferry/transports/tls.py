@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+from kvferry.core.cause import kind_of
 from kvferry.core.clock import time_left
 from kvferry.core.errors import (
     AuthError,
@@ -287,7 +288,7 @@ class TlsListener(Listener):
             if not self._exchange(handshake):
                 return
         except (ConnectError, AuthError) as error:
-            self._refused(handshake, type(error).__name__, str(error))
+            self._refused(handshake, kind_of(str(error))[:200], str(error))
             handshake.out = handshake.out or _ALERT
             self._say_goodbye(handshake)
             return

@@ -56,6 +56,19 @@ class Scan:
     left: list[Leftover] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
+    @property
+    def remarks(self) -> str:
+        """What is worth a line of the log; empty if nothing."""
+        found = []
+        if self.temporaries:
+            found.append(f"{self.temporaries} files that a crash left half written were removed")
+        if self.foreign_count:
+            named = ", ".join(self.foreign[:3])
+            found.append(f"{self.foreign_count} entries are not the tier's and stay as they are: {named}")
+        if self.errors:
+            found.append(f"{len(self.errors)} could not be read: {', '.join(self.errors[:3])}")
+        return "; ".join(found)
+
 
 def scan_directory(files: Files, root: int, *, clean: bool) -> Scan:
     """Walk a directory; with ``clean`` temporaries and empty folders are removed.

@@ -189,11 +189,8 @@ class DiskTier(Tier):
         loaded = index.load(((home, key, nbytes) for _, home, key, nbytes in merged), root.number)
         self._state.problems.end(root.path, "down")
         self._state.retry_removals()
-        if scan.temporaries or scan.foreign_count or scan.errors:
-            _log.info(
-                "tier %s: %s: removed %d temporaries; %d entries are not ours %s; not read: %s",
-                self.name, root.path, scan.temporaries, scan.foreign_count, scan.foreign[:3], scan.errors[:3],
-            )  # fmt: skip
+        if remarks := scan.remarks:
+            _log.info("tier %s: %s: %s", self.name, root.path, remarks)
         if self._state.shrink() > 0:
             _log.warning(
                 "tier %s: capacity is %d bytes, and folders and files that are no blocks take %d of it: "

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from kvferry.core.cause import LEFT_ALONE
 from kvferry.core.clock import deadline_in, is_past
 from kvferry.store.breaker import Breaker
-from kvferry.store.cause import LEFT_ALONE
 from kvferry.store.io_pool import IoPool
 from kvferry.store.remote.backend import Answer, Done
 from kvferry.store.remote.options import RemoteOptions

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import ConfigError
+from kvferry.core.runtime_folder import DAEMON_PORT
 from kvferry.store.remote.options import check_options, option
 
 __all__ = ["PeerOptions", "peer_id"]
 
-_DEFAULT_PORT = 8450
 _NO_PEERS = ("inproc", "http", "https")
 
 
@@ -51,7 +51,7 @@ class PeerOptions:
         """
         found: list[Address] = []
         for url in self.peers:
-            address = parse_url(url, default_port=_DEFAULT_PORT)
+            address = parse_url(url, default_port=DAEMON_PORT)
             if address.scheme in _NO_PEERS or address.port == 0:
                 raise ConfigError(f"peer {url}: a daemon is reached at tcp, tls, ucx, unix or auto addresses")
             found.append(address)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvferry.core.address import Address
+from kvferry.core.cause import LEFT_ALONE
 from kvferry.core.clock import checked_deadline, is_past, time_left
 from kvferry.core.errors import (
     AuthError,
@@ -21,7 +22,6 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.store.breaker import Breaker
-from kvferry.store.cause import LEFT_ALONE
 from kvferry.store.remote.redis.options import RedisOptions
 from kvferry.store.remote.redis.resp import Reply, ReplyError, ReplyReader, command
 from kvferry.transports import connect

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from kvferry.store import cause
-from kvferry.store.cause import kind_of
+from kvferry.core import cause
+from kvferry.core.cause import kind_of
 from kvferry.store.problems import Problems
 
 
