@@ -288,6 +288,7 @@ class TlsListener(Listener):
             if not self._exchange(handshake):
                 return
         except (ConnectError, AuthError) as error:
+            # OpenSSL's own words: none of the peer's bytes, which would make each line new
             self._refused(handshake, kind_of(str(error))[:200], str(error))
             handshake.out = handshake.out or _ALERT
             self._say_goodbye(handshake)
