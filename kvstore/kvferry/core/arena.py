@@ -194,12 +194,14 @@ class Arena:
     def _withdraw_anew(self) -> None:
         """Under the lock: withdraw with neighbours joined, and as far behind as possible."""
         for number, parked in enumerate(self._parked):
-            for start in parked:
-                pages = self._allocators[number].free(start)
+            while parked:  # in such an order that an interruption may lose a run, but frees none twice
+                start = parked.pop()
+                pages = self._allocators[number].length(start) or 0
+                self._parked_pages -= pages
                 self._withdrawn_pages[number] -= pages
                 self._mapped_nbytes += pages * PAGE_NBYTES
-            parked.clear()
-        self._parked_pages = self._freed_pages = 0
+                self._allocators[number].free(start)
+        self._freed_pages = 0
         self._withdraw()
         for number in range(len(self._segments)):
             self._retire_unused(number)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvferry.core.arena import require_memory
 from kvferry.core.clock import deadline_in, is_past
-from kvferry.core.errors import AuthError, ConfigError, KVFerryError, OverloadedError
+from kvferry.core.errors import AuthError, ConfigError, KVFerryError, OverloadedError, StoreError
 from kvferry.core.units import format_nbytes
 from kvferry.daemon.credentials import (
     RIGHTS,
@@ -139,6 +139,7 @@ class Tenants:
         self._open_store = open_store
         self._lock = threading.Lock()
         self._reloading = threading.Lock()
+        self._ended = threading.Event()
         self._tenants: dict[str, Tenant] = {}
         self._credentials: Credentials | None = None
         self._channels: dict[Channel, Grant] = {}
@@ -264,10 +265,13 @@ class Tenants:
 
         Raises:
             ConfigError: If it cannot be used; everything goes on as it was.
+            StoreError: If :meth:`close` was called.
         """
         if self._path is None:
             return "no credentials are configured"
         with self._reloading:
+            if self._ended.is_set():
+                raise StoreError("the daemon ends: credentials are not read again")
             file = read_credentials(self._path)
             before = self.all
             shares = self._shares(file)
@@ -278,8 +282,7 @@ class Tenants:
             for name, limits in file.tenants.items():
                 now[name].set(limits)
             cut = self.cut_those_over()
-            for tenant in gone:
-                tenant.store.close()
+            self._end(gone)
             told = [f"{len(file.credentials)} credentials of {len(now)} tenants"]
             told += [f"{cut} connections were cut"] if cut else []
             told += [f"tenant {tenant.name} is gone" for tenant in gone]
@@ -356,7 +359,8 @@ class Tenants:
         """Until what they have given is there: clients let go of it within a second, leases later."""
         deadline = deadline_in(_GIVE_S)
         while not self._has_room(nbytes) and not is_past(deadline):
-            time.sleep(_GIVE_PAUSE_S)
+            if self._ended.wait(_GIVE_PAUSE_S):
+                return
             for tenant in giving:
                 tenant.store.settle()
 
@@ -380,8 +384,13 @@ class Tenants:
         return found
 
     def close(self) -> None:
-        """Close all stores."""
-        for tenant in self.all.values():
+        """Close all stores, those included that a reload under way opens: its end is waited for."""
+        self._ended.set()
+        with self._reloading:
+            self._end(self.all.values())
+
+    def _end(self, tenants: Iterable[Tenant]) -> None:
+        for tenant in tenants:
             try:
                 tenant.store.close()
             except KVFerryError as error:

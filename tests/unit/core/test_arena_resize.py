@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvferry.core.allocator import PageAllocator
 from kvferry.core.arena import Arena, ArenaMap
 from kvferry.core.buffers import PAGE_NBYTES as PAGE
 from kvferry.core.errors import CapacityError, ConfigError, StoreError
@@ -151,6 +152,36 @@ def test_after_any_number_of_turns_a_client_maps_what_there_is(shared: bool) -> 
     arena.close()
     assert mapped.forget_retired() + late.forget_retired() > 0
     assert mapped.mapped_nbytes == late.mapped_nbytes == 0, "of an arena that is closed nothing is kept"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interruption_frees_nothing_twice_and_closes_nothing_in_use(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(32 * PAGE, segment_nbytes=16 * PAGE, shared=False)
+    slots = slots_of(arena, 32)
+    free_all(arena, slots[::2])
+    assert not arena.resize(16 * PAGE)  # every other page is kept, none of them beside another
+    free = PageAllocator.free
+
+    def interrupted(allocator: PageAllocator, start: int) -> int:
+        pages = 0 if before else free(allocator, start)
+        monkeypatch.setattr(PageAllocator, "free", free)
+        raise KeyboardInterrupt(pages)
+
+    monkeypatch.setattr(PageAllocator, "free", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        arena.resize(32 * PAGE)
+    arena.resize(32 * PAGE)
+    held = slots[1::2] + slots_of(arena, 15)  # one page may be lost
+    assert len({(slot.segment, slot.offset) for slot in held}) == 31
+    for capacity in (16 * PAGE, 32 * PAGE):
+        arena.resize(capacity)
+        arena.settle()
+        assert arena.allocate(PAGE) is None or capacity > 16 * PAGE
+        assert arena.first_stale(held) is None
+        assert [len(arena.view(slot)) for slot in held] == [PAGE] * 31
+    arena.close()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import pytest
 
@@ -9,7 +12,7 @@ from kvferry.client import ClientNamespace
 from kvferry.core import arena
 from kvferry.core.clock import deadline_in
 from kvferry.core.config import StoreConfig
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.keys import BlockKey
 from kvferry.core.placement import Placement
 from kvferry.daemon import Daemon
@@ -223,3 +226,59 @@ def test_a_client_with_a_cap_goes_on_whatever_is_reloaded(site: Site, mode: str)
     site.tenant("a", Limits(dram=1 * MIB))
     daemon.tenants.reload()
     wait_until(lambda: client.link.arena.map.mapped_nbytes <= 1 * MIB + store.arena.kept_nbytes)
+
+
+def test_what_a_reload_opens_while_the_daemon_ends_is_closed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.tenant("a", Limits(dram=1 * MIB))
+    site.token("a")
+    daemon = site.start()
+    begun, goes_on = threading.Event(), threading.Event()
+    opened: list[TieredStore] = []
+    open_store = daemon.tenants._open_store
+
+    def opening(tenant: str, config: StoreConfig) -> TieredStore:
+        begun.set()
+        assert goes_on.wait(30)
+        opened.append(open_store(tenant, config))
+        return opened[0]
+
+    monkeypatch.setattr(daemon.tenants, "_open_store", opening)
+    site.tenant("b", Limits(dram=1 * MIB))
+    site.token("b")
+    with ThreadPoolExecutor(2) as pool:
+        reload = pool.submit(daemon.tenants.reload)
+        assert begun.wait(30)
+        close = pool.submit(daemon.close)
+        wait_until(daemon.tenants._ended.is_set, 30)
+        goes_on.set()
+        reload.result(30)
+        close.result(30)
+    assert [store._closed for store in opened] == [True]
+    with pytest.raises(StoreError, match="ends"):
+        daemon.tenants.reload()
+
+
+def test_a_store_that_does_not_close_holds_up_no_quota(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        site.tenant(name, Limits(dram=1 * MIB))
+        site.token(name)
+    daemon = site.start()
+    gone = daemon.store_of("b")
+    with edited(site.path) as box:
+        left = tuple(one for one in box[0].credentials if one.tenant == "a")
+        box[0] = msgspec.structs.replace(
+            box[0],
+            tenants={"a": msgspec.structs.replace(box[0].tenants["a"], dram=3 * MIB)},
+            credentials=left,
+        )
+
+    def refused() -> None:
+        raise StoreError("its disk hangs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gone, "close", refused)
+        daemon.tenants.reload()
+    assert daemon.store_of("a").stats().capacity_nbytes == 3 * MIB
+    gone.close()

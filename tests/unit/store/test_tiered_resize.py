@@ -132,3 +132,16 @@ def test_corrupt_files_keep_their_share_of_a_lowered_capacity(tmp_path: Path) ->
     wait_until(lambda: not any("none is stored" in str(note) for note in tier.usage().status.values()), 30)
     assert tier.usage().entries >= 40, "blocks have the rest"
     store.close()
+
+
+def test_the_bound_of_corrupt_files_follows_the_capacity_both_ways(tmp_path: Path) -> None:
+    tier = DiskTier("disk", DiskOptions((str(tmp_path),), 16 * MIB))
+    (root,) = tier._state.roots
+    for capacity in (8 * MIB, 16 * MIB, 32 * MIB):  # though nothing is above it
+        tier.resize(capacity)
+        wait_until(lambda: root._quarantine._max_nbytes == tier.options.quarantine_bound_nbytes, 30)
+        assert root._quarantine._max_nbytes <= capacity // 8
+    root.stop()
+    root.limit_quarantine(0)
+    assert root._quarantine._max_nbytes == 0
+    tier.close()

@@ -53,7 +53,7 @@ class Quarantine:
             self.nbytes = sum(nbytes for _, nbytes in found)
 
     def limit(self, max_nbytes: int, root: int | None) -> None:
-        """Another bound; what is above it goes now, the oldest first, if the directory is up."""
+        """Another bound; what is above it goes now, the oldest first, if the directory is up and ours."""
         self._max_nbytes = max_nbytes
         if root is None:
             return

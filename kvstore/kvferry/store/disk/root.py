@@ -477,7 +477,8 @@ class Root:
 
     def limit_quarantine(self, nbytes: int) -> None:
         """Another bound: see :meth:`Quarantine.limit`."""
-        self._quarantine.limit(nbytes, None if self._top is None else self._top.fd)
+        top = self._top if self._held is not None else None  # its descriptor goes with the last who has it
+        self._quarantine.limit(nbytes, None if top is None else top.fd)
 
     @property
     def quarantined_nbytes(self) -> int:

@@ -209,9 +209,8 @@ class DiskState:
     def shrink(self) -> int:
         """Evict what is above the capacity, which was lowered; bytes above it that may not go now."""
         index = self.index
-        if index.used_nbytes > index.capacity_nbytes:
-            for root in self.roots:  # before blocks
-                root.limit_quarantine(self.options.quarantine_bound_nbytes)
+        for root in self.roots:  # before blocks
+            root.limit_quarantine(self.options.quarantine_bound_nbytes)
         while (above := index.used_nbytes - index.resisting_nbytes - index.capacity_nbytes) > 0:
             victims = index.evict(-(-above // 8))  # not all at once: folders that fall empty count, too
             if victims is None:

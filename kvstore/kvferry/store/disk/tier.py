@@ -237,16 +237,17 @@ class DiskTier(Tier):
         template = self._state.templates.get(index, namespace)
         index.told = namespace
         self._told[namespace] = index
-        self._compare_block(namespace, template)
+        self._compare_block(namespace, template, self._notes)
 
     def _compare_blocks(self) -> None:
         """Blocks may fit, or not fit any more, into another capacity, or beside less that is no block."""
-        before, self._notes = self._notes, {}
+        notes: dict[str, str] = {}
         for namespace, index in list(self._told.items()):
-            self._compare_block(namespace, self._state.templates.get(index, namespace), before)
+            self._compare_block(namespace, self._state.templates.get(index, namespace), notes)
+        self._notes = notes
 
     def _compare_block(
-        self, namespace: TierNamespace, template: HeaderTemplate, told: Mapping[str, str] | None = None
+        self, namespace: TierNamespace, template: HeaderTemplate, notes: dict[str, str]
     ) -> None:
         """Tell of blocks that can never be stored."""
         needed, other = least_room(template.file_nbytes), self._overhead_nbytes()
@@ -257,12 +258,12 @@ class DiskTier(Tier):
                 f"folders and files that are no blocks take {other}: none is stored"
                 f"{' that the codec does not make smaller' if self.codec.is_on else ''}"
             )
-            if len(self._notes) >= _MOST_NOTES:
-                self._notes.pop(next(iter(self._notes)))
+            if len(notes) >= _MOST_NOTES:
+                notes.pop(next(iter(notes)))
             key = f"{namespace.spec.model} {namespace.namespace_id.hex()[:16]}…"
-            self._notes[key] = text
-            if key not in (told or ()):
+            if key not in self._notes:
                 _log.warning("tier %s: %s: %s", self.name, namespace.spec.model, text)
+            notes[key] = text
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`. From memory; the deadline has no effect."""
