@@ -115,11 +115,12 @@ def _show(found: DaemonStatus) -> None:
 def _show_tenants(found: DaemonStatus) -> None:
     say("")
     print_table(
-        ["tenant", "memory", "of", "hit rate", "connections", "over rate", "no right"],
+        ["tenant", "memory", "of", "hit rate", "loads found", "connections", "over rate", "no right"],
         [
             (
                 one.name, format_nbytes(one.used_nbytes), format_nbytes(one.capacity_nbytes),
-                share(one.hit_blocks, one.lookup_blocks), one.connections,
+                share(one.hit_blocks, one.lookup_blocks), share(one.loaded_blocks, one.load_blocks),
+                one.connections,
                 one.refused.get("rate", 0), one.refused.get("right", 0),
             )
             for one in found.tenants
