@@ -44,7 +44,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 MAX_LANES: Final = 16
-STRIPE_NBYTES: Final = 516 << 10  # room for a head beside a payload, whose size often is a power of two
+STRIPE_NBYTES: Final = 1028 << 10  # room for a head beside a payload, whose size often is a power of two
 MAGIC: Final = b"\x89KVLANE\n"
 _VERSION: Final = 2  # of how messages are dealt; the first one had the size of its stripes here, 1 MiB
 _PREAMBLE: Final = struct.Struct("<8s16sHHI")  # magic, id, lane, lanes, version

@@ -104,8 +104,12 @@ class _Series:
 
     @property
     def other(self) -> Ends:
-        pinned = self.scheme in _PINNED and self.variant.lanes == 1
-        return self.peers.of(self.scheme, self.variant.url_options, pinned=pinned)
+        return self.peers.of(self.scheme, self.variant.url_options, pinned=self.pinned)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether each end has a CPU of its own; several lanes take one thread an end, as one lane does."""
+        return self.scheme in _PINNED
 
     def link(self, other: Ends, nbytes: int, walk_nbytes: int) -> Link:
         with_checksum = self.checksum == "xxh3"
@@ -120,7 +124,7 @@ class _Series:
     def run(self, name: str, run: Callable[[], Sample]) -> Callable[[], Sample]:
         """``run`` on the CPU of this end, if that is given to it: others have threads of their own."""
         other = self.other
-        if other.cpu is None or other.bare is None or name not in ("subject", other.bare[0]):
+        if other.cpu is None or other.bare is None or name not in ("subject", "one_lane", other.bare[0]):
             return run
         return on_cpu(other.cpu, {name: run})[name]
 
@@ -154,7 +158,7 @@ def _movers(series: _Series, nbytes: int, stack: contextlib.ExitStack) -> dict[s
         stack.callback(bare.close)
         movers[name] = bare
     if series.variant.lanes > 1 and not options.address:
-        single = series.link(series.peers.of(series.scheme), nbytes, walk)
+        single = series.link(series.peers.of(series.scheme, pinned=series.pinned), nbytes, walk)
         stack.callback(single.close)
         movers["one_lane"] = single
     if series.variant.tls and "ucxx" in options.alternatives and not options.address:
