@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
+from kvferry.cli.daemon_http import Port
 from kvferry.client import Client
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError, OverloadedError, UnavailableError
@@ -171,3 +173,82 @@ def test_systemd_is_told(tmp_path: Path) -> None:
             assert manager.recv(4096).startswith(b"READY=1\n")
             assert daemon.terminate() == 0
             assert manager.recv(4096).startswith(b"STOPPING=1\n")
+
+
+def test_a_hang_up_reloads(tmp_path: Path) -> None:
+    """Also without credentials, and where it means that a terminal was closed."""
+    with serve(tmp_path, "--disk", "none") as daemon:
+        daemon.wait_ready()
+        daemon.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "SIGHUP: no credentials are configured" in daemon.err)
+        assert daemon.terminate() == 0
+
+
+def test_an_output_that_is_full_costs_a_line(tmp_path: Path) -> None:
+    words = ["--socket", f"{tmp_path}/d.sock", "--listen", "none", "--disk", "none", "--http", "none"]
+    command = [sys.executable, "-m", "kvferry.cli", "serve", *words]
+    told = tmp_path / "err"
+    with Path("/dev/full").open("w") as full, told.open("w") as err:
+        process = subprocess.Popen(command, stdout=full, stderr=err)
+    try:
+        wait_until(lambda: "ready line cannot be written" in told.read_text())
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert "No space left on device" in told.read_text()
+    assert "Traceback" not in told.read_text()
+
+
+def test_a_low_limit_of_open_files_is_told_and_leaves_a_reserve(tmp_path: Path) -> None:
+    words = ["--socket", f"{tmp_path}/d.sock", "--listen", "none", "--disk", "none", "--http", "none"]
+    command = [sys.executable, "-m", "kvferry.cli", "serve", *words]
+    told = tmp_path / "err"
+    with told.open("w") as err, ExitStack() as stack:
+        process = subprocess.Popen(
+            ["sh", "-c", 'ulimit -n 230; exec "$@"', "sh", *command],
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+        )
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready")
+        assert "instead of wire.max_connections=256" in told.read_text()
+        for number in range(40):
+            client = stack.enter_context(Client(f"unix://{tmp_path}/d.sock"))
+            ns = client.namespace(SPEC)
+            with suppress(UnavailableError):  # who finds no place
+                save_blocks(ns, ns.keys([number] * SPEC.block_tokens))
+        process.terminate()
+        assert process.wait(60) == 0
+    assert "Traceback" not in told.read_text()
+
+
+def test_what_an_operator_gave_up_is_not_done_later(tmp_path: Path) -> None:
+    """A request to a daemon that is stopped, whose client has gone when it goes on."""
+    token = tmp_path / "token"
+    token.write_text("correct-horse-battery\n")
+    token.chmod(0o600)
+    more = ["--http", "http://127.0.0.1:0", "--disk", "none", "--set", f"daemon.token_file={token}"]
+    with serve(tmp_path, *more) as daemon:
+        url = daemon.wait_ready()["http"]
+        host, _, port = url.removeprefix("http://").partition(":")
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+        try:
+            state = Path(f"/proc/{daemon.process.pid}/stat")
+            wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+            head = f"POST /admin/drain HTTP/1.1\r\nHost: {host}\r\n"
+            head += "Authorization: Bearer correct-horse-battery\r\n"
+            for body in (b"{}", b"{ }"):
+                with socket.create_connection((host, int(port)), timeout=20) as sock:
+                    sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        finally:
+            os.kill(daemon.process.pid, signal.SIGCONT)
+        answers = [Port(url).ask("GET", "/ready") for _ in range(5)]
+        assert answers == [b'{"ready":true}'] * 5
+        metrics = Port(url).ask("GET", "/metrics").decode()
+        assert 'kvferry_daemon_http_requests_total{code="200",path="/admin/drain"}' not in metrics
+        assert daemon.terminate() == 0

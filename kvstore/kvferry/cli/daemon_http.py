@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import http.client
+import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 import msgspec
 import typer
 
 from kvferry.core.address import parse_url
-from kvferry.core.errors import ConfigError, ConnectError, ProtocolError, RequestError
+from kvferry.core.clock import deadline_in, time_left
+from kvferry.core.errors import ConfigError, ConnectError, ProtocolError, RequestError, TransferTimeoutError
 
 if TYPE_CHECKING:
     from kvferry.daemon.admin import AdminDone
@@ -48,6 +50,30 @@ class _Refused(msgspec.Struct):
 
 class _RefusedBody(msgspec.Struct):
     error: _Refused
+
+
+class _TimedSocket(socket.socket):
+    """A socket whose deadline is that of all that is sent and received, not of each call."""
+
+    deadline: float
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:  # noqa: ANN401 - as of the socket
+        """As of the socket; raises :class:`TimeoutError` at the deadline."""
+        left = time_left(self.deadline)
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left)
+        return super().recv_into(*args, **kwargs)
+
+    @classmethod
+    def connected(cls, host: str, port: int, deadline: float) -> _TimedSocket:
+        """One that is connected."""
+        plain = socket.create_connection((host, port), time_left(deadline))
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        timed = cls(plain.family, plain.type, plain.proto, plain.detach())
+        timed.deadline = deadline
+        timed.settimeout(time_left(deadline))
+        return timed
 
 
 class Port:
@@ -135,22 +161,29 @@ class Port:
     def ask(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> bytes:
-        """One question; the body of its answer.
+        """One question; the body of its answer, which is there within 15 s.
 
         Raises:
             ConnectError: If nobody answers.
+            TransferTimeoutError: If somebody is there, and does not answer in time.
             RequestError: If the answer is a refusal; with its reason.
         """
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+        connection = http.client.HTTPConnection(self._host, self._port)
         try:
+            connection.sock = _TimedSocket.connected(self._host, self._port, deadline_in(_TIMEOUT_S))
             connection.request(method, path, body or None, dict(headers or {}))
             answer = connection.getresponse()
             data = answer.read(_MOST_NBYTES)
+        except TimeoutError as error:
+            if connection.sock is None:
+                raise self._nobody("timed out") from error
+            unsure = "; it may still do this, if it had begun" if method == "POST" else ""
+            raise TransferTimeoutError(
+                f"the daemon at {self.url} hangs: no answer within {_TIMEOUT_S:g} s{unsure}"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ConnectError(
-                f"no daemon answers at {self.url}: {reason}; start one with kvferry serve, or say with --url "
-                "where its HTTP port is"
+            raise self._nobody(
+                getattr(error, "strerror", None) or str(error) or type(error).__name__
             ) from error
         finally:
             connection.close()
@@ -158,6 +191,12 @@ class Port:
             kind = _NeedsTokenError if answer.status == 401 else RequestError
             raise kind(f"{self.url}{path} refused it ({answer.status}): {_reason(data)}")
         return data
+
+    def _nobody(self, reason: str) -> ConnectError:
+        return ConnectError(
+            f"no daemon answers at {self.url}: {reason}; start one with kvferry serve, or say with --url "
+            "where its HTTP port is"
+        )
 
 
 def _reason(data: bytes) -> str:

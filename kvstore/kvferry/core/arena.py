@@ -45,6 +45,10 @@ _LOG = logging.getLogger(__name__)
 _MEMINFO = Path("/proc/meminfo")
 _MIN_SEGMENT_NBYTES = 64 << 20
 _MAX_SEGMENT_NBYTES = 4 << 30  # populating more would hold the store's lock for seconds
+_REMEDIES = {
+    errno.EFBIG: "; raise this process's limit of file sizes (ulimit -f)",
+    errno.EMFILE: "; raise this process's limit of open files (ulimit -n, LimitNOFILE=)",
+}
 _SLOTS_A_SEGMENT = 16  # at least, so that the unusable rest of a segment is below 1/16 of it
 
 
@@ -427,8 +431,8 @@ class Arena:
         wanted = max(self._segment_nbytes, needed * _SLOTS_A_SEGMENT, self._mapped_nbytes // 8)
         wanted = -(-max(min(wanted, _MAX_SEGMENT_NBYTES), needed) // self._granule) * self._granule
         nbytes = room if room - wanted < self._segment_nbytes else wanted
-        available = available_memory()
         try:
+            available = available_memory()
             if nbytes > available and not self.placement.hugepages:
                 raise MemoryError(f"{available} bytes of memory are available")
             segment = Segment(
@@ -447,12 +451,12 @@ class Arena:
 
     def _refuse(self, nbytes: int, error: BaseException) -> None:
         """The host ran short since the start: go on with what is mapped; said once."""
-        too_large = isinstance(error, OSError) and error.errno == errno.EFBIG
-        remedy = "; raise this process's limit of file sizes (ulimit -f)" if too_large else ""
+        number = error.errno if isinstance(error, OSError) else None
+        remedy = _REMEDIES.get(number or 0, "")
         self.refusal = f"a segment of {nbytes} bytes cannot be had: {error}{remedy}"
         if not self._refused_growth:
             self._refused_growth = True
             _LOG.warning(
-                "arena of tenant %s stays at %d of %d bytes: no segment of %d bytes: %s",
-                self.tenant, self._mapped_nbytes, self.capacity_nbytes, nbytes, error,
+                "arena of tenant %s stays at %d of %d bytes: no segment of %d bytes: %s%s",
+                self.tenant, self._mapped_nbytes, self.capacity_nbytes, nbytes, error, remedy,
             )  # fmt: skip

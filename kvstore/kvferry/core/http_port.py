@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -21,18 +22,21 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.core.address import Address, parse_url
+from kvferry.core.arrivals import Arrivals
 from kvferry.core.errors import ConfigError
 from kvferry.core.log import LogLimiter
+from kvferry.core.open_files import lack_of_files
 from kvferry.core.process import require_loopback
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Scope
 
-__all__ = ["HttpServer", "PortLimits"]
+__all__ = ["HttpServer", "PortLimits", "client_is_gone"]
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 256
+_GONE = "kvferry.gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,9 @@ class PortLimits:
     """Bounds of one HTTP port, beside those of the application.
 
     Attributes:
-        max_connections: Open at once; further ones are cut.
+        max_connections: With a whole request under way at once; one more is cut.
+        max_waiting: Without one: new, sending it, or between two. One more cuts off one of them, of the host
+            that has most, so that those who say nothing keep nobody out.
         max_head_nbytes: Of a request's line and headers.
         head_timeout_s: From the connection's start, or the end of the last answer, until a request's head is
             there.
@@ -51,6 +57,7 @@ class PortLimits:
     """
 
     max_connections: int = 1024
+    max_waiting: int = 256
     max_head_nbytes: int = 16 << 10
     head_timeout_s: float = 10.0
     answer_timeout_s: float | None = None
@@ -58,37 +65,83 @@ class PortLimits:
     stall_timeout_s: float = 10.0
 
 
+class _BoundedHttp(h11.Connection):
+    """h11, which bounds the head of a request only while it is incomplete, with a bound on whole ones too."""
+
+    def __init__(self, max_head_nbytes: int) -> None:
+        super().__init__(h11.SERVER, max_head_nbytes)
+        self._max_head_nbytes = max_head_nbytes
+
+    def next_event(self) -> Any:  # noqa: ANN401 - h11's own
+        """The next event; raises :class:`h11.RemoteProtocolError` for a head that is too large."""
+        event = super().next_event()
+        if type(event) is h11.Request:
+            headers = event.headers.raw_items()
+            nbytes = len(event.target) + sum(len(name) + len(value) + 4 for name, value in headers)
+            if nbytes > self._max_head_nbytes:
+                raise h11.RemoteProtocolError("head too large", error_status_hint=431)
+        return event
+
+
 class _BoundedProtocol(H11Protocol):
-    """Uvicorn's protocol with a deadline for each phase, a bound on connections, and no noise."""
+    """Uvicorn's protocol with a deadline for each phase, bounds on connections, and no noise.
+
+    A connection waits, one of ``waiting``, while it has no whole request under way; else it is ``busy``.
+    """
 
     limits: ClassVar[PortLimits]
     limiter: ClassVar[LogLimiter]
+    waiting: ClassVar[Arrivals[_BoundedProtocol]]
+    busy: ClassVar[set[_BoundedProtocol]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's own
         super().__init__(*args, **kwargs)
+        self.conn = _BoundedHttp(self.limits.max_head_nbytes)
         self.logger = _protocol_log
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            self._refuse(f"over {self.limits.max_connections} connections")
-            transport.abort()
-        else:
-            self._arm(self.limits.head_timeout_s, "no request")
+        self._wait()
+        self._arm(self.limits.head_timeout_s, "no request")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """A client is gone."""
         self._disarm()
+        self.waiting.remove(self)
+        self.busy.discard(self)
         super().connection_lost(exc)
 
+    def _wait(self) -> None:
+        """It has no request under way (any more)."""
+        self.busy.discard(self)
+        if self.transport.is_closing() or self in self.waiting:
+            return
+        dropped = self.waiting.add(self, self.client[0] if self.client else "?")
+        if dropped is not None:
+            dropped._refuse(f"{self.limits.max_waiting} connections have sent no request yet")
+            dropped.transport.abort()
+
+    def _work(self) -> None:
+        """A whole request has come."""
+        if self not in self.waiting:
+            return
+        if len(self.busy) >= self.limits.max_connections:
+            self._refuse(f"over {self.limits.max_connections} connections")
+            self.transport.abort()
+        self.waiting.remove(self)
+        self.busy.add(self)
+
     def handle_events(self) -> None:
-        """What has been received may hold the head of a request."""
+        """What has been received may hold the head of a request, or the rest of its body."""
         before = self.cycle
         super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
+            self._work()
         if self.cycle is before or self.cycle.response_complete:
             return
+        self.scope["state"][_GONE] = self.is_gone
         timeout_s = self.limits.answer_timeout_s
         if timeout_s is None or self._streams:
             self._disarm()
@@ -107,6 +160,22 @@ class _BoundedProtocol(H11Protocol):
         if self._streams:
             self._disarm()
 
+    def is_gone(self) -> bool:
+        """Whether the client has closed its end, also if the event loop has not seen it yet."""
+        return self.transport.is_closing() or self._has(select.POLLRDHUP)
+
+    def speaks(self) -> bool:
+        """Whether it has sent something that the event loop has not seen yet."""
+        return not self.transport.is_closing() and self._has(select.POLLIN)
+
+    def _has(self, event: int) -> bool:
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or (fd := sock.fileno()) < 0:
+            return True
+        poll = select.poll()
+        poll.register(fd, event)
+        return bool(poll.poll(0))
+
     @property
     def _streams(self) -> bool:
         return self.scope is not None and self.scope["path"] in self.limits.streams
@@ -114,6 +183,7 @@ class _BoundedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """An answer was written."""
         self._arm(self.limits.head_timeout_s, "")
+        self._wait()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -147,12 +217,36 @@ class _BoundedProtocol(H11Protocol):
         self.limiter.log(logging.INFO, (peer, reason), "http: %s is cut off: %s", peer, reason)
 
 
+def client_is_gone(scope: Scope) -> bool:
+    """Whether the client of a request has closed its end of the connection, however late that is found out.
+
+    Ask right before something is done that cannot be undone: who has given up, and thinks that it failed,
+    must not find it done later. Thread safe.
+    """
+    return bool(scope["state"][_GONE]())
+
+
 _protocol_log = logging.getLogger(f"{__name__}.protocol")
 _protocol_log.setLevel(logging.ERROR)  # bad requests are summed up in one line a peer and reason
 
 
 class _Server(uvicorn.Server):
     """Uvicorn without its own signal handling, which would end the process by the signal."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve; whoever cannot be taken for want of a descriptor costs a line, not a traceback."""
+        limiter = LogLimiter(log)
+
+        def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            lack = lack_of_files(context.get("exception") or Exception())
+            if lack is None:
+                loop.default_exception_handler(context)
+            else:
+                limiter.log(logging.WARNING, lack.code, "http: nobody is taken for a second: %s", lack)
+
+        asyncio.get_running_loop().set_exception_handler(failed)
+        await super().serve(sockets)
+        limiter.flush()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -204,7 +298,12 @@ class HttpServer:
 
     def start(self, app: ASGIApp, *, drain_s: float) -> None:
         """Serve ``app``; at the end requests under way get ``drain_s``."""
-        bounds = {"limits": self._limits, "limiter": self._limiter}
+        bounds = {
+            "limits": self._limits,
+            "limiter": self._limiter,
+            "waiting": Arrivals(self._limits.max_waiting, _BoundedProtocol.speaks),
+            "busy": set(),
+        }
         self._server = _Server(
             uvicorn.Config(
                 app,

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -72,10 +73,18 @@ def print_ready(role: str, **fields: object) -> None:
     """One line on standard output for whoever started the process: ``ready role=… listen=…``.
 
     A value with spaces, quotes or backslashes is quoted as a shell would have it, so ``shlex.split`` gives
-    the fields; a port that was asked as 0 is the real one.
+    the fields; a port that was asked as 0 is the real one. Where it cannot be written the process
+    goes on, and says so in its log.
     """
     words = [f"role={role}", *(f"{k}={_quoted(str(v))}" for k, v in fields.items())]
-    print("ready", *words, flush=True)
+    try:
+        print("ready", *words, flush=True)
+    except OSError as error:
+        log.warning("the ready line cannot be written to standard output: %s", error.strerror or error)
+        # else what waits to be written fails once more at the end, with an exit code of its own
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _quoted(value: str) -> str:

@@ -22,12 +22,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry.core.errors import AuthError, KVFerryError, OverloadedError, RequestError, TransferTimeoutError
-from kvferry.core.http_port import HttpServer, PortLimits
+from kvferry.core.errors import (
+    AuthError,
+    KVFerryError,
+    OverloadedError,
+    RequestCancelledError,
+    RequestError,
+    TransferTimeoutError,
+)
+from kvferry.core.http_port import HttpServer, PortLimits, client_is_gone
 from kvferry.core.log import LogLimiter
 from kvferry.core.metrics import CONTENT_TYPE
+from kvferry.core.open_files import lack_of_files
 from kvferry.daemon.access import OPERATOR, Caller, caller_of, seen_by
-from kvferry.daemon.admin import VERBS, perform
+from kvferry.daemon.admin import VERBS, AdminDone, perform
 from kvferry.daemon.event_stream import EventStreams, Snapshot
 from kvferry.daemon.faults import Faults
 from kvferry.daemon.metrics import DaemonMetrics, daemon_metrics
@@ -54,8 +62,12 @@ _MOST_BODY: Final = 1 << 20
 _FRESH_S: Final = 0.2
 _CLOSE_S: Final = 3.0
 _WAITING: Final = 64
-_LIMITS: Final = PortLimits(
-    max_connections=128, head_timeout_s=10.0, answer_timeout_s=_ANSWER_S, streams=frozenset({"/events"})
+LIMITS: Final = PortLimits(
+    max_connections=128,
+    max_waiting=64,
+    head_timeout_s=10.0,
+    answer_timeout_s=_ANSWER_S,
+    streams=frozenset({"/events"}),
 )
 _PAGE_HEADERS: Final = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -99,7 +111,7 @@ class DaemonHttp:
             name="daemon-http",
             default_port=8451,
             trusted_network=daemon.config.wire.trusted_network,
-            limits=_LIMITS,
+            limits=LIMITS,
         )
         self.url = self._server.url
         self._faults = Faults()
@@ -204,9 +216,12 @@ class DaemonHttp:
                 response = _refusal(_status_of(error), error.code, str(error))
             except HTTPException as error:
                 response = _refusal(error.status_code, "refused", error.detail)
-            except Exception:
-                log.exception("%s %s failed", request.method, path)
-                response = _refusal(500, "internal", "internal error; the daemon's log says more")
+            except Exception as error:
+                if (lack := lack_of_files(error)) is not None:
+                    response = _refusal(503, lack.code, str(lack))
+                else:
+                    log.exception("%s %s failed", request.method, path)
+                    response = _refusal(500, "internal", "internal error; the daemon's log says more")
             self._requests.labels(path=path, code=str(response.status_code)).inc()
             return response
 
@@ -290,11 +305,14 @@ class DaemonHttp:
                 wanted = msgspec.json.decode(await _body(request), type=VERBS[verb])
             except msgspec.DecodeError as error:
                 raise RequestError(f"the body of {verb}: {error}") from error
-            log.info("admin: %s by %s of %s", verb, _peer(request), caller.tenant or "the operator")
-            done = await self._in_thread(
-                lambda: perform(self._daemon, wanted, caller, self._token.reload), _ADMIN_S
-            )
-            return _json(done)
+
+            def act() -> AdminDone:
+                if client_is_gone(request.scope):  # it was told that this failed
+                    raise RequestCancelledError(f"{verb} is not done: who asked for it has gone")
+                log.info("admin: %s by %s of %s", verb, _peer(request), caller.tenant or "the operator")
+                return perform(self._daemon, wanted, caller, self._token.reload)
+
+            return _json(await self._in_thread(act, _ADMIN_S))
 
         return answer
 

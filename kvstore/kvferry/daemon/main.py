@@ -38,13 +38,13 @@ def run_daemon(config: Config) -> None:
         ConfigError: If it cannot start; what is wrong is named.
     """
     stop = StopSignal()
+    reload = ReloadSignal()
     raise_open_files()
     daemon = Daemon(config)
     http = None
     try:
         http = _open_http(daemon)
         stop.begin()
-        reload = ReloadSignal(heard=daemon.tenants.guarded or "NOTIFY_SOCKET" in os.environ)
         if daemon.tenants.guarded:
             hide_memory()
         gc.set_threshold(_YOUNG_OBJECTS)
@@ -92,16 +92,14 @@ def _alive(http: DaemonHttp | None) -> bool:
 
 
 class ReloadSignal:
-    """SIGHUP asks for tokens to be read again. Made in the main thread.
+    """SIGHUP asks for tokens to be read again, also where it says that a terminal was closed.
 
-    Args:
-        heard: Whether it is; else the signal ends the process, as when its terminal is closed.
+    Made in the main thread.
     """
 
-    def __init__(self, *, heard: bool) -> None:
+    def __init__(self) -> None:
         self._asked = threading.Event()
-        if heard:
-            signal.signal(signal.SIGHUP, lambda _number, _frame: self._asked.set())
+        signal.signal(signal.SIGHUP, lambda _number, _frame: self._asked.set())
 
     def take(self) -> bool:
         """Whether it was asked for since the last call."""
@@ -113,9 +111,10 @@ class ReloadSignal:
 def _reloaded(signal_: ReloadSignal, daemon: Daemon, http: DaemonHttp | None) -> bool:
     if signal_.take():
         try:
-            daemon.tenants.reload()
+            told = daemon.tenants.reload()
             if http is not None:
                 http.reload_token()
+            log.info("SIGHUP: %s", told)
         except KVFerryError as error:
             log.error("not all was read again: %s", error)  # noqa: TRY400 - its text says all
     return True

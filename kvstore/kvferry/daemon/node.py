@@ -15,11 +15,13 @@ import msgspec
 
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierError, UnknownPluginError
+from kvferry.core.open_files import lack_of_files
 from kvferry.core.process import listening, trim_heap
 from kvferry.daemon.checks import listen_urls, peer_token, require_other_peers, store_config
 from kvferry.daemon.credentials import credentials_path
-from kvferry.daemon.disks import require_disks, room_notes
+from kvferry.daemon.disks import folders_of, require_disks, room_notes
 from kvferry.daemon.drained import Drained, unwritten
+from kvferry.daemon.files import fitting_connections
 from kvferry.daemon.operations import Operations
 from kvferry.daemon.service import Service
 from kvferry.daemon.sessions import Sessions
@@ -60,6 +62,7 @@ class Daemon:
         draining: No new work is taken.
         lease_s: How long leases last.
         max_payload_nbytes: Most bytes in one answer.
+        max_connections: Of each address; ``wire.max_connections``, or what there are descriptors for.
         notes: What was not as it should be at the start, though it could be begun with.
 
     Raises:
@@ -86,15 +89,19 @@ class Daemon:
         self._close_lock = threading.Lock()
         self.tenants = Tenants(store, credentials_path(config.daemon.credentials), self._open)
         try:
+            self.max_connections, note = fitting_connections(config, len(urls), self._disk_folders(store))
             for number, (url, option) in enumerate(urls):
                 self._servers.append(self._listen(url, option, number))
         except BaseException:
             self._close_servers()
             self.tenants.close()
             raise
-        self.notes = self._room_notes(store)
+        self.notes = (*self._room_notes(store), *note)
         self._ticker = threading.Thread(target=self._tick, name="kvferry-daemon-tick", daemon=True)
         self._ticker.start()
+
+    def _disk_folders(self, store: StoreConfig) -> int:
+        return len(self.stores) * sum(len(folders_of(tier)) for tier in store.tiers if tier.kind == "disk")
 
     def _room_notes(self, store: StoreConfig) -> tuple[str, ...]:
         used: Counter[str] = Counter()
@@ -234,7 +241,7 @@ class Daemon:
                 options,
                 self._serve,
                 name="daemon" if number == 0 else f"daemon-{number}",
-                max_connections=wire.max_connections,
+                max_connections=self.max_connections,
                 idle_timeout_s=wire.idle_timeout,
             )
         except ConnectError as error:
@@ -260,5 +267,7 @@ class Daemon:
                     trim_heap()
             except KVFerryError as error:
                 log.warning("the daemon's tick failed: %s", error)
+            except OSError as error:
+                log.warning("the daemon's tick failed: %s", lack_of_files(error) or error)
             except Exception:
                 log.exception("the daemon's tick failed")

@@ -25,6 +25,7 @@ from kvferry.core.errors import (
 from kvferry.core.keys import BlockKey, split_keys
 from kvferry.core.leases import SlotReadLease
 from kvferry.core.memory_namespace import MemoryNamespace
+from kvferry.core.open_files import lack_of_files
 from kvferry.core.segments import Slot
 from kvferry.core.write_leases import SlotWriteLease
 from kvferry.daemon.peer_requests import has_blocks, read_blocks, remove_blocks, write_blocks
@@ -135,7 +136,10 @@ class Service:
                     self._staging.take(message, incoming)
                     return True
                 reply = self._reply_to(incoming)
-        except KVFerryError as error:
+        except (KVFerryError, OSError) as raised:
+            error = lack_of_files(raised) or raised
+            if not isinstance(error, KVFerryError):
+                raise
             if self._channel.closed or (isinstance(error, ProtocolError) and error.remote):
                 raise
             log.debug("%s: %s refused: %s", self._channel.address, type(message).__name__, error)

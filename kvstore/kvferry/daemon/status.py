@@ -195,7 +195,7 @@ def collect(daemon: Daemon, faults: Faults, *, version: str, http: str) -> Daemo
         http=http,
         arena=daemon.config.daemon.arena,
         connections=daemon.connections,
-        max_connections=daemon.config.wire.max_connections,
+        max_connections=daemon.max_connections,
         sessions_left_behind=daemon.sessions.left_behind,
         refused_connections=daemon.tenants.refused_connections,
         guarded=daemon.tenants.guarded,

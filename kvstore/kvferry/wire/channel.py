@@ -38,8 +38,6 @@ __all__ = ["Channel", "Incoming"]
 
 M = TypeVar("M", bound=Message)
 
-_FAILURE_TIMEOUT_S = 1.0
-
 
 class Channel(ChannelState):
     """One connection after its handshake.
@@ -97,19 +95,6 @@ class Channel(ChannelState):
             channel._await_hello(limit)
         channel._open()
         return channel
-
-    @classmethod
-    def refuse(cls, connection: Connection, options: ChannelOptions, error: KVFerryError) -> None:
-        """Hear the peer's hello, answer with ``error`` and close; never raises, takes at most 1 s."""
-        channel = cls(connection, options.protocol(Side.SERVER, connection.peer_address), options)
-        limit = deadline_in(min(_FAILURE_TIMEOUT_S, options.hello_timeout_s))
-        try:
-            # Heard first: closing a socket with unread bytes may discard the answer on its way.
-            channel._read_message(limit)
-            channel._send_frame(Failure.of(error), [], limit, 0)
-            connection.close()
-        except KVFerryError:
-            connection.abort()
 
     def _handshake(self, limit: float) -> AbstractContextManager[None]:
         return shaking_hands(self.address, self.abort, partial(self._tell_refusal, limit=limit), limit)

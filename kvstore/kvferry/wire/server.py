@@ -6,10 +6,12 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from urllib.parse import urlsplit
 
 from kvferry import transports
+from kvferry.core.arrivals import Arrivals
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import (
     ConnectError,
@@ -19,18 +21,20 @@ from kvferry.core.errors import (
     TransferTimeoutError,
 )
 from kvferry.core.log import LogLimiter
+from kvferry.core.open_files import lack_of_files
 from kvferry.transports.base import Connection, Listener
 from kvferry.wire.channel import Channel
-from kvferry.wire.options import ChannelOptions
+from kvferry.wire.options import ChannelOptions, Peer
 
-__all__ = ["ChannelServer"]
+__all__ = ["MOST_ARRIVING", "ChannelServer"]
 
 log = logging.getLogger(__name__)
 
+MOST_ARRIVING = 64
+"""Connections of a server at once whose hello has not come."""
 _TICK_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
 _TELL_TIMEOUT_S = 1.0
-_MAX_REFUSALS_AT_ONCE = 8
 _PUSH_OUT_S = 1.0
 
 
@@ -41,8 +45,7 @@ class _Served:
     connection: Connection
     thread: threading.Thread | None = None
     channel: Channel | None = None
-    refused: bool = False
-    number: int = 0
+    dropped: bool = False
 
 
 class ChannelServer:
@@ -53,12 +56,15 @@ class ChannelServer:
     returns. Bytes that are no handshake close that connection, cost one log line a peer and reason in
     10 s, and touch nothing else.
 
+    Connections whose hello has not come are no more than 64 at once, beside those that are served. Whoever
+    comes then takes the place of one of them, of the host that has most, so that silent ones keep nobody out.
+
     Args:
         listen_url: Where to listen, or a listener, which the server then owns.
         options: What this end says in the handshake; also bounds handshake, message and payload.
         handler: Serves one connection; called in its own thread. It ends when its channel raises.
         name: Part of the names of the threads and of messages.
-        max_connections: Connections served at once; one more is refused as overloaded.
+        max_connections: Connections served at once; one more is refused as overloaded, after its hello.
         idle_timeout_s: A connection on which the handler waited this long for a frame is closed.
 
     Raises:
@@ -83,6 +89,7 @@ class ChannelServer:
         self._idle_timeout_s = idle_timeout_s
         self._lock = threading.Lock()
         self._served: set[_Served] = set()
+        self._arriving: Arrivals[_Served] = Arrivals(MOST_ARRIVING)  # of those served, without a hello
         self._threads: list[threading.Thread] = []  # also those that have served and are just ending
         self._closing = threading.Event()
         self._count = 0
@@ -104,12 +111,18 @@ class ChannelServer:
     def connections(self) -> int:
         """How many connections are being served."""
         with self._lock:
-            return sum(not served.refused for served in self._served)
+            return len(self._served) - len(self._arriving)
+
+    @property
+    def arriving(self) -> int:
+        """How many connections there are whose hello has not come yet."""
+        with self._lock:
+            return len(self._arriving)
 
     def transports(self) -> Counter[str]:
         """How many of the connections there are by transport, as the addresses of the peers have it."""
         with self._lock:
-            served = [one.connection for one in self._served if not one.refused]
+            served = [one.connection for one in self._served if one not in self._arriving]
         return Counter(one.peer_address.partition("://")[0] for one in served)
 
     def close(self) -> None:
@@ -153,20 +166,17 @@ class ChannelServer:
             self._close_idle()
 
     def _admit(self, connection: Connection) -> None:
-        with self._lock:
-            refused = [served for served in self._served if served.refused]
-            full = len(self._served) - len(refused) >= self._max_connections
-        if full:
-            self._log_refusal(connection, "overloaded", f"{self._max_connections} connections are open")
-            if len(refused) >= _MAX_REFUSALS_AT_ONCE and not self._push_out(refused):
-                connection.abort()
-                return
+        served = _Served(connection)
         with self._lock:
             self._count += 1
-            served = _Served(connection, refused=full, number=self._count)
+            number = self._count
             self._served.add(served)
+            dropped = self._arriving.add(served, _host(connection.peer_address))
+        if dropped is not None and not self._push_out(dropped):
+            self._forget(served)
+            return
         thread = served.thread = threading.Thread(
-            target=self._serve, args=(served,), name=f"kvferry-{self._name}-{self._count}", daemon=True
+            target=self._serve, args=(served,), name=f"kvferry-{self._name}-{number}", daemon=True
         )
         try:
             thread.start()
@@ -176,13 +186,32 @@ class ChannelServer:
         with self._lock:
             self._threads = [one for one in self._threads if one.is_alive()] + [thread]
 
-    def _push_out(self, refused: list[_Served]) -> bool:
-        """End the refusal that has waited longest for a hello: the newest may be somebody who says one."""
-        oldest = min(refused, key=lambda one: one.number)
-        oldest.connection.abort()
-        if oldest.thread is not None:
-            oldest.thread.join(_PUSH_OUT_S)
-        return oldest.thread is None or not oldest.thread.is_alive()
+    def _push_out(self, dropped: _Served) -> bool:
+        """End a connection whose hello has not come; whether it has ended."""
+        self._log_refusal(dropped.connection, "silent", f"{MOST_ARRIVING} connections have said no hello yet")
+        dropped.dropped = True
+        dropped.connection.abort()
+        if dropped.thread is None:
+            return True
+        dropped.thread.join(_PUSH_OUT_S)
+        return not dropped.thread.is_alive()
+
+    def _take_place(self, served: _Served, peer: Peer) -> None:
+        """In the handshake, once the hello has come: see whether it may come in, and whether there is room.
+
+        Raises:
+            AuthError: If it may not.
+            OverloadedError: If there is none.
+        """
+        if self._options.admit is not None:
+            self._options.admit(peer)
+        with self._lock:
+            if len(self._served) - len(self._arriving) >= self._max_connections:
+                raise OverloadedError(
+                    f"{self._name} serves {self._max_connections} connections, the most it may "
+                    "(max_connections); try again later"
+                )
+            self._arriving.remove(served)
 
     def _close_idle(self) -> None:
         with self._lock:
@@ -196,14 +225,12 @@ class ChannelServer:
 
     def _serve(self, served: _Served) -> None:
         try:
-            if served.refused:
-                error = OverloadedError(
-                    f"{self._name} serves {self._max_connections} connections, the most it may "
-                    "(max_connections); try again later"
-                )
-                Channel.refuse(served.connection, self._options, error)
+            self._serve_channel(served)
+        except OSError as error:
+            if (lack := lack_of_files(error)) is None:
+                log.exception("%s: serving %s failed", self._name, served.connection.peer_address)
             else:
-                self._serve_channel(served)
+                self._log_refusal(served.connection, lack.code, str(lack))
         except Exception:
             log.exception("%s: serving %s failed", self._name, served.connection.peer_address)
         finally:
@@ -212,9 +239,10 @@ class ChannelServer:
     def _serve_channel(self, served: _Served) -> None:
         limit = deadline_in(self._options.hello_timeout_s)
         try:
-            channel = Channel.accept(served.connection, self._options, limit)
+            options = replace(self._options, admit=partial(self._take_place, served))
+            channel = Channel.accept(served.connection, options, limit)
         except KVFerryError as error:
-            if not self._closing.is_set():
+            if not (self._closing.is_set() or served.dropped):
                 self._log_refusal(served.connection, error.code, str(error))
             return
         served.channel = channel
@@ -229,6 +257,9 @@ class ChannelServer:
         except KVFerryError as error:
             self._fail(channel, error)
         except Exception as error:
+            if (lack := lack_of_files(error)) is not None:
+                self._fail(channel, lack)
+                return
             log.exception("%s: handler of %s failed", self._name, channel.address)
             text = f"internal error in {self._name}: {type(error).__name__}; its log says more"
             self._tell(channel, KVFerryError(text))
@@ -272,6 +303,7 @@ class ChannelServer:
             served.connection.close()
         with self._lock:
             self._served.discard(served)
+            self._arriving.remove(served)
 
 
 def _host(address: str) -> str:

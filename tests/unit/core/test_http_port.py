@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -19,6 +19,7 @@ from kvferry.testing.blocks import wait_until
 
 Serve = Callable[[PortLimits], HttpServer]
 ENDLESS = threading.Event()
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,14 +115,48 @@ def test_a_stream_goes_on_while_it_is_taken_and_is_cut_off_when_not(serve: Serve
         wait_until(lambda: not peer.server_state.connections)
 
 
-def test_connections_are_bounded(serve: Serve) -> None:
+def test_requests_under_way_are_bounded(serve: Serve) -> None:
     server = serve(PortLimits(max_connections=2))
-    with connect(server) as one, connect(server) as two:
-        for sock in (one, two):
-            sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    with ExitStack() as stack:
+        for _ in range(2):
+            sock = stack.enter_context(connect(server))
+            sock.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
             assert sock.recv(100).startswith(b"HTTP/1.1 200")
-        with connect(server) as three:
-            assert not rest(three)
+        three = stack.enter_context(connect(server))
+        three.sendall(GET)
+        assert not rest(three)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HT", b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1", GET]
+)
+def test_connections_without_a_whole_request_keep_nobody_out(serve: Serve, said: bytes) -> None:
+    server = serve(PortLimits(max_connections=30, max_waiting=3, head_timeout_s=1000.0))
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(connect(server)) for _ in range(20)]
+        for sock in strangers:
+            with suppress(OSError):  # some are cut off already
+                sock.sendall(said)
+        with connect(server) as honest:
+            honest.sendall(GET)
+            assert honest.recv(100).startswith(b"HTTP/1.1 200")
+        rest(strangers[0])  # has ended
+
+
+@pytest.mark.parametrize("more", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_whole_head_may_not_be_larger_either(serve: Serve, more: bytes) -> None:
+    server = serve(PortLimits(max_head_nbytes=16 << 10))
+    for nbytes, status in ((16_000, b"200"), (17_000, b"400"), (120_000, b"400")):
+        with connect(server) as sock:
+            sock.sendall(
+                more
+                + b"GET / HTTP/1.1\r\nHost: x\r\nX: "
+                + bytes(nbytes).replace(b"\0", b"x")
+                + b"\r\nConnection: close\r\n\r\n"
+            )
+            answers = rest(sock)
+            assert answers.startswith(b"HTTP/1.1 " + (b"200" if more else status))
+            assert answers.count(b"HTTP/1.1 " + status) >= 1
 
 
 def test_addresses_that_cannot_be_used_are_named() -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.cli import daemon_http
 from kvferry.cli.app import main
 from kvferry.cli.daemon_http import Port
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import RequestError
+from kvferry.core.errors import CapacityError, RequestError, TransferTimeoutError
+from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.daemon.admin import Reload
 from kvferry.engine.gateway.metrics import GatewayMetrics
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
@@ -263,3 +267,47 @@ def test_a_reload_that_fails_is_in_the_log(
     assert [r.levelname for r in caplog.records if r.getMessage().startswith("not all was read again: ")] == [
         "ERROR"
     ]
+
+
+def test_a_want_of_descriptors_is_a_typed_refusal(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reserve(*_args: object, **_more: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    ns = running.client.namespace(SPEC)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryNamespace, "reserve", reserve)
+        with pytest.raises(CapacityError, match=r"no descriptor left.*ulimit -n"):
+            save_blocks(ns, ns.keys([7] * SPEC.block_tokens))
+        patch.setattr("kvferry.daemon.http.collect", reserve)
+        with pytest.raises(RequestError, match=r"503.*no descriptor left"):
+            running.port.status()
+    save_blocks(ns, ns.keys([7] * SPEC.block_tokens))
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("said", [b"", b"x"])
+def test_the_command_line_waits_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    """For a server that says nothing, or a byte every now and then."""
+    monkeypatch.setattr(daemon_http, "_TIMEOUT_S", 0.3)
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            sock, _ = server.accept()
+            with sock:
+                while not over.wait(0.01):
+                    try:
+                        sock.sendall(said)
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(TransferTimeoutError, match=r"hangs: no answer within 0.3 s; it may still"):
+                Port(f"http://127.0.0.1:{server.getsockname()[1]}").ask("POST", "/admin/drain")
+        finally:
+            over.set()
+            thread.join()

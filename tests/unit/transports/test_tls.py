@@ -418,6 +418,15 @@ def test_silent_strangers_stall_nobody_and_are_dropped(
     assert "no complete TLS handshake within 0.2 s" in caplog.text
 
 
+@pytest.mark.parametrize(("cert", "told"), [("expired", "expired.pem has expired; renew it"), ("good", "")])
+def test_a_certificate_that_is_over_is_told_at_the_start(
+    files: Files, caplog: pytest.LogCaptureFixture, cert: str, told: str
+) -> None:
+    listen(files.listen_url(cert)).close()
+    assert told in caplog.text
+    assert bool(caplog.text) == bool(told)
+
+
 def test_handshakes_are_bounded(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "_MAX_HANDSHAKES", 2)
     with contextlib.ExitStack() as stack:
@@ -455,6 +464,21 @@ def test_who_has_begun_its_handshake_is_not_pushed_out(
             first.recv(1)
         assert last.recv(1) == b"", "the oldest that said nothing"
     assert "2 handshakes are under way" in caplog.text
+
+
+def test_who_only_begins_its_handshake_keeps_nobody_out(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_MAX_HANDSHAKES", 2)
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for _ in range(4):
+            sock = stack.enter_context(socket.create_connection(host_port(listener), timeout=LONG_S))
+            sock.sendall(b"\x16\x03")
+            strangers.append(sock)
+        with ends(listener):
+            pass
+        assert strangers[0].recv(1) == b"", "the oldest"
 
 
 # -- streams -------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_many_clients_are_served_at_once(serve: Serve, url: str, until: Any) -> 
     assert len(names) == 6
     for channel in channels:
         channel.close()
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     ping(server.address).abort()
 
 
@@ -118,7 +118,7 @@ def test_a_handlers_error_reaches_the_client_and_one_log_line(
     with pytest.raises(CapacityError, match=f"{channel.address}: arena is full"):
         channel.call(m.AbortStream(reason="full"), m.Pong, deadline=deadline_in(20))
     channel.close()
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     lines = [r.getMessage() for r in caplog.records if "capacity" in r.getMessage()]
     assert len(lines) == 1
     ping(server.address).close()
@@ -133,7 +133,7 @@ def test_a_bug_in_the_handler_shows_its_class_only(
         channel.call(m.AbortStream(reason="bug"), m.Pong, deadline=deadline_in(20))
     assert "where the secret is" not in str(caught.value)
     channel.close()
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     assert [r for r in caplog.records if r.exc_info and r.exc_info[0] is ZeroDivisionError]
     ping(server.address).close()
 
@@ -218,7 +218,7 @@ def test_garbage_on_the_port_costs_one_line_and_its_own_connection(
     assert not marker.exists()
     assert good.call(m.Ping(), m.Pong, deadline=deadline_in(20)) == m.Pong(at=1.0)
     good.close()
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     server.close()
     lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(lines) == 2, lines  # the first one, and the sum of the others
@@ -236,21 +236,25 @@ def test_silent_and_slow_strangers_are_cut_off_in_time(serve: Serve, until: Any)
                 slow.sendall(bytes([byte]))
                 time.sleep(0.01)
         assert ended(silent) == ended(short) == b""
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     ping(server.address).close()
 
 
-def test_silent_strangers_do_not_keep_the_refusal_from_who_says_hello(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.wire.channel._FAILURE_TIMEOUT_S", 1000.0)  # their time is never over
-    server = serve(max_connections=1, options=ChannelOptions("server", "s", hello_timeout_s=1000.0))
+def test_silent_strangers_keep_nobody_out(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from a place, and where there is none not from hearing so; however many they are."""
+    monkeypatch.setattr(server_module, "MOST_ARRIVING", 3)
+    server = serve(max_connections=2, options=ChannelOptions("server", "s", hello_timeout_s=1000.0))
     with contextlib.ExitStack() as stack:
-        for _ in range(60):
-            stack.enter_context(raw(server.address))
-        for _ in range(3):
-            with pytest.raises(OverloadedError, match="test serves 1 connections"):
-                ping(server.address)
+        strangers = [stack.enter_context(raw(server.address)) for _ in range(20)]
+        channels = [ping(server.address) for _ in range(2)]
+        strangers += [stack.enter_context(raw(server.address)) for _ in range(20)]
+        with pytest.raises(OverloadedError, match="test serves 2 connections"):
+            ping(server.address)
+        for channel in channels:
+            assert channel.call(m.Ping(), m.Pong, deadline=deadline_in(20)) == m.Pong(at=1.0)
+            channel.close()
+        assert ended(strangers[0]) == b""
+        assert server.arriving <= 3
 
 
 def test_one_connection_too_many_is_told_to_come_later(serve: Serve, until: Any) -> None:
@@ -265,8 +269,9 @@ def test_one_connection_too_many_is_told_to_come_later(serve: Serve, until: Any)
     second.close()
 
 
-def test_a_flood_over_the_limit_costs_few_threads(serve: Serve) -> None:
-    server = serve(max_connections=1)
+def test_a_flood_over_the_limit_costs_few_threads(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MOST_ARRIVING", 8)
+    server = serve(max_connections=1, options=ChannelOptions("server", "s", hello_timeout_s=0.3))
     good = ping(server.address)
     flood = [raw(server.address) for _ in range(40)]
     most = 0
@@ -315,7 +320,7 @@ def test_close_aborts_what_is_under_way(serve: Serve, until: Any, caplog: pytest
     server = serve()
     channel = ping(server.address)
     with raw(server.address) as stranger:  # still in its handshake
-        until(lambda: server.connections == 2)
+        until(lambda: (server.connections, server.arriving) == (1, 1))
         server.close()
         assert not any("did not end" in r.getMessage() for r in caplog.records)
         assert ended(stranger) == b""
@@ -363,7 +368,7 @@ def test_connections_that_come_and_go_leave_nothing(serve: Serve, until: Any) ->
     """C070, some cut in the middle of the handshake."""
     server = serve()
     ping(server.address).close()
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     descriptors, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
     for n in range(150):
         if n % 3:
@@ -371,7 +376,7 @@ def test_connections_that_come_and_go_leave_nothing(serve: Serve, until: Any) ->
         else:
             with raw(server.address) as sock:
                 sock.sendall(b"KVFY\x01\x00\x01"[: n % 8])
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     until(lambda: threading.active_count() <= threads)
     until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
     ping(server.address).close()
@@ -388,7 +393,7 @@ def test_a_handler_that_does_not_end_is_named(
     assert any("kvferry-test-1 did not end" in r.getMessage() for r in caplog.records)
     release.set()
     channel.abort()
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
 
 
 class Flaky(Listener):
@@ -453,7 +458,7 @@ def test_a_hello_of_strange_text_keeps_the_log_in_lines(
     with pytest.raises(CapacityError):
         channel.call(m.AbortStream(reason="full"), m.Pong, deadline=deadline_in(20))
     channel.close()
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     assert not [r for r in caplog.records if "forged" in r.getMessage()]
 
 
@@ -466,7 +471,7 @@ def test_a_protocol_error_of_a_known_peer_is_logged_and_ends_it(
     connection.send([b"GET / HTTP/1.1\r\n" + bytes(100)], deadline_in(20))
     with pytest.raises((ConnectionClosedError, ProtocolError)):
         channel.receive(deadline_in(20))
-    until(lambda: server.connections == 0)
+    until(lambda: server.connections + server.arriving == 0)
     assert any("[protocol]" in r.getMessage() for r in caplog.records)
 
 

@@ -9,8 +9,9 @@ from typing import Any, Final, TypeAlias
 
 from kvferry.core.address import Address
 from kvferry.core.errors import ConfigError, ConnectError
+from kvferry.core.open_files import OUT_OF_FILES
 
-__all__ = ["OUT_OF_FILES", "SockAddr", "bind", "dial", "dialable_address", "reason_of", "tune", "url_of"]
+__all__ = ["SockAddr", "bind", "dial", "dialable_address", "reason_of", "tune", "url_of"]
 
 SockAddr: TypeAlias = "tuple[Any, ...]"
 _AddrInfo: TypeAlias = "tuple[socket.AddressFamily, SockAddr]"
@@ -19,7 +20,6 @@ _BACKLOG: Final = 1024
 _ROUTED: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _LOOPBACK: Final = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - recognised here, never a default
-OUT_OF_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 

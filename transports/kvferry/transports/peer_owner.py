@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvferry.core.errors import ConfigError
-from kvferry.transports.ip import OUT_OF_FILES
+from kvferry.core.open_files import OUT_OF_FILES
 from kvferry.transports.sock_diag import End, owner_of
 from kvferry.transports.unix_options import parse_ids
 

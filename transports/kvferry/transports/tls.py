@@ -267,19 +267,17 @@ class TlsListener(Listener):
         session = TlsSession(self._context, server_side=True)
         new = _Handshake(sock, sockaddr, session, time.monotonic() + _HANDSHAKE_S)
         if len(self._handshakes) >= _MAX_HANDSHAKES:
-            one = self._dispensable() or new
+            one = self._dispensable()
             if not one.failed:
                 self._refused(one, "overloaded", f"{_MAX_HANDSHAKES} handshakes are under way")
             self._drop(one)
-            if one is new:
-                return
         self._handshakes[sock.fileno()] = new
         self._advance(new)
 
-    def _dispensable(self) -> _Handshake | None:
-        """The oldest that is over or has said nothing: who works on its handshake is not pushed out."""
+    def _dispensable(self) -> _Handshake:
+        """The oldest that is over or has said nothing; else the oldest, which has had the most time."""
         under_way = self._handshakes.values()
-        return next((one for one in under_way if one.failed or not one.heard), None)
+        return next((one for one in under_way if one.failed or not one.heard), next(iter(under_way)))
 
     def _advance(self, handshake: _Handshake) -> None:
         """Go on with what can be done now."""

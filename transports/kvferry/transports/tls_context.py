@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import AuthError, ConfigError, ConnectError, TransportError
+from kvferry.core.open_files import OUT_OF_FILES
 from kvferry.core.units import parse_rate
-from kvferry.transports.ip import OUT_OF_FILES, reason_of
+from kvferry.transports.ip import reason_of
 from kvferry.transports.spin import DEFAULT_SPIN_S, parse_spin
 
 __all__ = ["TlsAddress", "TlsSession", "handshake_error", "stream_error"]
+
+_log = logging.getLogger(__name__)
 
 _OPTIONS: Final = ("rate", "spin", "cert", "key", "ca", "client_ca", "server_name")
 _NO_TLS_1_3: Final = "the peer does not speak TLS 1.3, the only version that is accepted; update it"
@@ -65,6 +70,9 @@ _VERDICTS: Final = {
     62: "is not for {name}; dial a name that it has, or say it with server_name",
     64: "is not for the address {name}; dial a name that it has, or say it with server_name",
 }
+
+
+_DATES: Final = (9, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +152,8 @@ class TlsAddress:
                 "write tls://host:port?cert=PATH&key=PATH"
             )
         self._present(context, self.cert)
+        if verdict := _validity(context, self.cert):
+            _log.warning("%s: the certificate in %s %s", self.address.url, self.cert, verdict)
         context.num_tickets = 0  # nothing resumes a session
         if self.client_ca is not None:
             self._trust(context, "client_ca", self.client_ca)
@@ -191,6 +201,25 @@ def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
+
+
+def _validity(server: ssl.SSLContext, cert: str) -> str:
+    """What is wrong with the dates of the certificate that ``server`` shows; empty if they are right."""
+    client = _context(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it is trusted as it is, whoever has signed it
+    client.load_verify_locations(cert)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
+    try:
+        for end in (*ends, ends[0]):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return _VERDICTS[error.verify_code] if error.verify_code in _DATES else ""
+    except ssl.SSLError:
+        return ""
+    return ""
 
 
 class TlsSession:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.core.errors import ConnectError
-from kvferry.transports.ip import OUT_OF_FILES, reason_of
+from kvferry.core.open_files import OUT_OF_FILES
+from kvferry.transports.ip import reason_of
 
 __all__ = ["SocketFile", "bind_path", "peer_credentials"]
 

@@ -168,8 +168,9 @@ class UcxListener(Listener):
             full = len(self._ready) + len(self._guests) >= _MAX_WAITING
         self._guests[sock] = guest
         self._selector.register(sock, selectors.EVENT_READ)
-        if full:
-            self._refuse(guest, "full", f"{_MAX_WAITING} connections wait to be accepted already")
+        if full:  # it goes that has said nothing for longest
+            oldest = min(self._guests.values(), key=lambda guest: guest.until)
+            self._refuse(oldest, "full", f"{_MAX_WAITING} connections wait to be accepted already")
 
     def _hear(self, guest: _Guest) -> None:
         try:
