@@ -74,7 +74,7 @@ class _BoundedHttp(h11.Connection):
 
     def next_event(self) -> Any:  # noqa: ANN401 - h11's own
         """The next event; raises :class:`h11.RemoteProtocolError` for a head that is too large."""
-        event = super().next_event()
+        event: Any = super().next_event()
         if type(event) is h11.Request:
             headers = event.headers.raw_items()
             nbytes = len(event.target) + sum(len(name) + len(value) + 4 for name, value in headers)
@@ -141,7 +141,7 @@ class _BoundedProtocol(H11Protocol):
             self._work()
         if self.cycle is before or self.cycle.response_complete:
             return
-        self.scope["state"][_GONE] = self.is_gone
+        self.scope.setdefault("state", {})[_GONE] = self.is_gone
         timeout_s = self.limits.answer_timeout_s
         if timeout_s is None or self._streams:
             self._disarm()
