@@ -42,8 +42,8 @@ class Arrivals(Generic[T]):
         if len(self._hosts) <= self._most:
             return None
         largest = max(self._of_host.values())
-        those = [one for one, of in self._hosts.items() if self._of_host[of] == largest]
-        oldest = next((one for one in those if not self._speaks(one)), those[0])
+        those = [other for other, of in self._hosts.items() if self._of_host[of] == largest and other != one]
+        oldest = next((other for other in those if not self._speaks(other)), those[0] if those else one)
         self.remove(oldest)
         return oldest
 

@@ -32,3 +32,5 @@ def test_who_has_just_spoken_goes_last() -> None:
     assert [arrivals.add(n, "a") for n in range(5)] == [None, None, None, 2, 3]
     speaks.update(range(9))
     assert arrivals.add(5, "a") == 0
+    speaks.discard(6)
+    assert arrivals.add(6, "a") == 1, "not itself, though it is the only silent one"
