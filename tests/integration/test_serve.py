@@ -97,11 +97,10 @@ def test_it_loads_nothing_that_it_does_not_use() -> None:
         (["--listen", "none", "--listen", "tcp://127.0.0.1:0"], ["daemon.listen", "beside other values"]),
         (["--listen", "tcp://127.0.0.1:7", "--listen", "tcp://127.0.0.1:7"], ["same place", "daemon.listen"]),
         (["--disk", "none", "--disk-capacity", "1GiB"], ["--disk-capacity", "--disk", "none"]),
-        (["--disk", "some/where"], ["daemon.disk", "some/where", "absolute"]),
+        (["--set", "daemon.disk=some/where"], ["daemon.disk", "some/where", "absolute"]),
         (["--disk", "/x", "--set", "store.tiers=disk:/y?capacity=1GiB"], ["daemon.disk", "store.tiers"]),
         (["--capacity", "60TiB"], ["store.dram_capacity", "available"]),
         (["--set", "daemon.sockt=x"], ["daemon.sockt", "did you mean socket"]),
-        (["--socket", "relative.sock"], ["daemon.socket", "absolute"]),
         (["--set", "daemon.arena=both"], ["daemon.arena", "shared, copy"]),
     ],
 )
