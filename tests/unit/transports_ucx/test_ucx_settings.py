@@ -54,6 +54,21 @@ def test_environment_comes_first_and_is_never_contradicted(monkeypatch: pytest.M
             call("ucx://127.0.0.1:1?tls=posix")
 
 
+@pytest.mark.parametrize("value", ["0", "1k", "8191", "intra:64k,inter:4KB"])
+def test_a_threshold_below_what_is_taken_to_be_copied_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("UCX_RNDV_THRESH", value)
+    with pytest.raises(ConfigError, match=f"UCX_RNDV_THRESH={value}: kvferry needs 8192 or more"):
+        context_config(Options())
+
+
+@pytest.mark.parametrize("value", ["auto", "inf", "8k", "8192", "intra:64k,inter:8KB", "1m"])
+def test_others_are_kept(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("UCX_RNDV_THRESH", value)
+    assert "RNDV_THRESH" not in context_config(Options())
+
+
 def test_effective_settings_say_who_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", "128k")
     monkeypatch.setenv("UCX_MAX_RNDV_RAILS", "1")

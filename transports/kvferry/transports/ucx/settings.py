@@ -8,6 +8,7 @@ through the environment of the process.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -34,6 +35,9 @@ DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
 _UCX_OPTIONS: Final = {"tls": "TLS", "net_devices": "NET_DEVICES"}
 _LOCAL_OPTIONS: Final = ("require", "inline", "spin", "allow_uid")
 _REQUIRABLE: Final = ("rdma", "shm", "tcp")
+_COPIED_NBYTES: Final = 8 << 10  # messages below this one are copied: their sender does not wait
+_NUMBER: Final = re.compile(r"\b(\d+)([kmg]?)b?\b")
+_SHIFT: Final = {"": 0, "k": 10, "m": 20, "g": 30}
 _MIN_INLINE_NBYTES: Final = 8 << 10  # smaller ones would not wait for their receiver
 _MAX_INLINE_NBYTES: Final = 1 << 16
 _MAX_SPIN_S: Final = 0.01
@@ -109,7 +113,19 @@ def advertised(parsed: Address) -> Mapping[str, str]:
 
 
 def context_config(options: Options) -> dict[str, str]:
-    """What a context is told beyond the environment, by name without ``UCX_``."""
+    """What a context is told beyond the environment, by name without ``UCX_``.
+
+    Raises:
+        ConfigError: If the environment has UCX announce messages that are taken to be copied when sent:
+            a receiver could take what a sender that gave up has changed since.
+    """
+    threshold = os.environ.get("UCX_RNDV_THRESH", "")
+    for number, unit in _NUMBER.findall(threshold.lower()):
+        if int(number) << _SHIFT[unit] < _COPIED_NBYTES:
+            raise ConfigError(
+                f"UCX_RNDV_THRESH={threshold}: kvferry needs {_COPIED_NBYTES} or more, as it takes smaller "
+                "messages to be copied when they are sent; raise it, or unset it"
+            )
     wanted = {**DEFAULTS, **dict(options.ucx)}
     return {name: value for name, value in wanted.items() if f"UCX_{name}" not in os.environ}
 
