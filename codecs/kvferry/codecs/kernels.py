@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from kvferry.codecs.native import native
 from kvferry.core.errors import ConfigError
+from kvferry.core.forks import loading
 
 __all__ = [
     "CHANNEL",
@@ -98,7 +99,7 @@ class Plan:
     slice_nbytes: int
     derived: dict[str, object] = field(default_factory=dict, compare=False)
 
-    @functools.cached_property
+    @property
     def useful(self) -> bool:
         """Whether a piece is not just kept; also of a slice of no bytes."""
         return not self.slice_nbytes or any(piece.operation for piece in self.pieces)
@@ -221,7 +222,8 @@ def kernels() -> Kernels:
 
 @functools.lru_cache(1)
 def _default() -> Kernels:
-    return _named("native" if native().library is not None else "numpy")
+    with loading():
+        return _named("native" if native().library is not None else "numpy")
 
 
 def _named(name: str) -> Kernels:

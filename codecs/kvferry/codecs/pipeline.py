@@ -44,6 +44,7 @@ from kvferry.codecs.tensors import TensorCodec
 from kvferry.codecs.text import parse_stages, stage_text
 from kvferry.core.buffers import copy_into
 from kvferry.core.errors import CodecError, CorruptBlockError
+from kvferry.core.forks import renewed_in_child
 from kvferry.core.nearest import shown
 from kvferry.core.spec import KVSpec, LayerSpec
 
@@ -88,6 +89,9 @@ class CodecPipeline:
         if not isinstance(stages, Sequence) or not all(isinstance(stage, Stage) for stage in stages):
             raise CodecError(f"the stages are {shown(stages)}, must be a sequence of stages, or use parse")
         self.stages: Final = tuple(stages)
+        texts = [stage_text(stage.codec_id, stage.config()) for stage in self.stages]
+        self.text: Final = "|".join(texts) or RawCodec.codec_id
+        """The text form, which :meth:`parse` reads back to an equal pipeline."""
         self.arrays: Final = tuple(s for s in stages if isinstance(s, ArrayStage))
         codecs = [s for s in stages if isinstance(s, Codec)]
         self.bytes: Final = tuple(s for s in stages if isinstance(s, ByteStage))
@@ -106,6 +110,7 @@ class CodecPipeline:
         # not bound to the instance's lifetime by a cache of the class
         self._shape = functools.lru_cache(_CACHED)(self._make_shape)
         self._lock = threading.Lock()
+        renewed_in_child(self, "_lock")
         self._calls = 0
         self._suspect_until = 0
         self._out_of_bound = 0
@@ -120,11 +125,6 @@ class CodecPipeline:
             UnknownPluginError: For a stage that does not exist; with the nearest name.
         """
         return cls([load_stage(stage) for stage in parse_stages(text)], check=check)
-
-    @functools.cached_property
-    def text(self) -> str:
-        """The text form, which :meth:`parse` reads back to an equal pipeline."""
-        return "|".join(stage_text(s.codec_id, s.config()) for s in self.stages) or self.codec.codec_id
 
     def __repr__(self) -> str:
         return f"<CodecPipeline {self.text}>"

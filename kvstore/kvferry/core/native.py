@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.forks import loading
 
 __all__ = ["ABI", "Native", "load", "native"]
 
@@ -86,7 +87,8 @@ def _open(path: Path) -> Native:
 @functools.lru_cache(1)
 def native() -> Native:
     """The library of this process, looked for once; says in the log why there is none."""
-    found = load(os.environ.get(_VARIABLE, ""))
+    with loading():
+        found = load(os.environ.get(_VARIABLE, ""))
     if found.library is None:
         _LOG.info("codecs and copies run in numpy, without the native library: %s", found.reason)
     return found

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar, cast
 
 from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPluginError
+from kvferry.core.forks import loading
 from kvferry.core.install_hint import install_hint
 from kvferry.core.nearest import did_you_mean, shown
 
@@ -64,7 +65,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """The names of all plug-ins, also of those that cannot be loaded, sorted."""
-        with self._lock:
+        with loading(), self._lock:
             return sorted({*self._scan(), *self._local})
 
     def load(self, name: str) -> T:
@@ -75,7 +76,7 @@ class Registry(Generic[T]):
             PluginUnavailableError: It exists, but cannot be imported; the message has the pip command.
             ConfigError: Two distributions claim the name; the message names both.
         """
-        with self._lock:
+        with loading(), self._lock:
             if name in self._local:
                 return self._local[name]
             points = self._scan().get(name)
@@ -89,7 +90,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: If the name is taken; :meth:`unregister` frees a name registered here.
         """
-        with self._lock:
+        with loading(), self._lock:
             points = self._scan().get(name, [])
             if points or name in self._local:
                 owner = _distribution(points[0]) if points else _LOCAL
@@ -104,7 +105,7 @@ class Registry(Generic[T]):
         Raises:
             UnknownPluginError: If this process did not register that name.
         """
-        with self._lock:
+        with loading(), self._lock:
             if name in self._local:
                 del self._local[name]
                 return
@@ -112,7 +113,7 @@ class Registry(Generic[T]):
 
     def describe(self) -> list[PluginInfo]:
         """Every plug-in with its state, by name; imports each, since only that shows what is missing."""
-        with self._lock:
+        with loading(), self._lock:
             points = dict(self._scan())
             local = dict(self._local)
         found = [self._describe_one(name, group) for name, group in points.items()]
@@ -161,7 +162,8 @@ def _load(point: EntryPoint) -> object:
     """Import what an entry point refers to; whatever goes wrong there is mapped here, once."""
     where = f"{point.group}: {point.name!r}"
     try:
-        return point.load()
+        with loading():
+            return point.load()
     except ImportError as error:
         missing = error.name or str(error)
         raise PluginUnavailableError(f"{where} needs {missing}: {_pip_hint(point, error.name)}") from error

@@ -11,6 +11,7 @@ from kvferry.codecs.native.addresses import pieces_of
 from kvferry.codecs.native.frames import NativeFrames
 from kvferry.core.buffers import address_of
 from kvferry.core.errors import CodecError, CorruptBlockError
+from kvferry.core.forks import loading
 
 __all__ = ["NativeKernels"]
 
@@ -60,7 +61,8 @@ class NativeKernels:
             pieces, number, address_of(dst), count, plan.slice_nbytes, address_of(src), len(src)
         )
         if found == _OTHER:
-            from kvferry.codecs.fallback import NumpyKernels
+            with loading():
+                from kvferry.codecs.fallback import NumpyKernels
 
             NumpyKernels().decode(plan, src, count, dst)
         elif found < 0:
