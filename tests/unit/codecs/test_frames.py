@@ -68,6 +68,19 @@ def test_many_frames_are_those_of_single_calls(text: str) -> None:
         assert outs == srcs
 
 
+def test_what_is_decoded_past_the_caches_is_the_same_at_any_address() -> None:
+    """2 MiB and more in one call; small outputs, of which some begin with a cache line."""
+    layer, count = kv_layer(32, 5, 72), 48
+    pipeline, src = CodecPipeline.parse("ebp"), values(layer.nbytes, 1)
+    frame = memoryview(bytearray(pipeline.max_encoded_nbytes(layer)))
+    frame = frame[: pipeline.encode_into(src, layer, frame)]
+    apart = layer.nbytes + 8
+    assert count * layer.nbytes >= 2 << 20
+    place = memoryview(bytearray(count * apart))
+    decode_many([frame] * count, layer, [place[at : at + layer.nbytes] for at in range(0, len(place), apart)])
+    assert place == (bytes(src) + bytes(8)) * count
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_frames_in_a_row(text: str) -> None:
     pipeline = CodecPipeline.parse(text, check="never")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,14 @@ def requests() -> list[Request]:
                     slices = np.arange(count * plan.slice_nbytes).astype(np.uint8).reshape(count, -1)
                     slices[:, :nbytes] = values(kind, shape, dtype, number).reshape(count, nbytes)
                     found.append(Request(plan, count, slices.reshape(-1)))
+    # decoded past the caches: 2 MiB and more; of 8 slices one begins with a cache line, none ends with one
+    large, cols = 8, 16387
+    piece = Piece(0, 16 * cols, Operation(EBP), 8, cols, cols)
+    for dtype in (0, 1):
+        plan = Plan((replace(piece, dtype=dtype), Piece(16 * cols, 24)), 16 * cols + 24)
+        slices = np.full((large, plan.slice_nbytes), 0x5A, np.uint8)
+        slices[:, : 16 * cols] = values("normal", (large, 8, cols), dtype, 1).reshape(large, -1)
+        found.append(Request(plan, large, slices.reshape(-1)))
     return found
 
 

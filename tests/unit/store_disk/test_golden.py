@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvferry.codecs.kernels import use_kernels
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import block_keys
+from kvferry.core.native import native
 from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, Restore, TensorSpec
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.disk.inspection import verify
@@ -135,7 +139,12 @@ CODECS = {
     "shuffle|zstd": _encoded_space("org/zstd"),
     "lz4": _encoded_space("org/opaque", layout="engine/v1"),
 }
-STABLE = ("ebp", "int8")  # others may write other bytes with another library, and int4 with another release
+STABLE = ("ebp", "int8")  # others may write other bytes with another library
+INT4 = (
+    "44d740818a0860b7264747e7885e4d4c35d478a19b193a23dc1f824310f73ce3",
+    "1cddfaf3dad786b3723a90c15fcc3abdc9b95703f85f8bb0931428e0b8e8529d",
+)
+"""Of the two blocks of int4, as this release writes them; a change is no new format, but is to be meant."""
 
 
 def kv_data(namespace: TierNamespace, position: int) -> bytes:
@@ -187,6 +196,15 @@ def test_version_2_is_read(tmp_path: Path, text: str) -> None:
         tier.close()
 
 
+@pytest.fixture(params=["native", "numpy"])
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "native" and native().library is None:
+        pytest.skip(f"no native kernels: {native().reason}")
+    with use_kernels(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("text", STABLE)
 def test_version_2_is_written(tmp_path: Path, text: str) -> None:
     write_encoded(tmp_path / "disk", text)
@@ -194,6 +212,14 @@ def test_version_2_is_written(tmp_path: Path, text: str) -> None:
     found = files_below(tmp_path / "disk")
     assert len(found) == 2
     assert found == {name: golden[name] for name in found}
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_int4_is_written(tmp_path: Path) -> None:
+    write_encoded(tmp_path / "disk", "int4(group=64)")
+    found = files_below(tmp_path / "disk")
+    assert found.keys() <= files_below(ENCODED).keys()
+    assert tuple(hashlib.sha256(found[name]).hexdigest() for name in sorted(found)) == INT4
 
 
 def test_version_2_is_sound_without_a_tier() -> None:

@@ -108,7 +108,7 @@ KVC_INLINE void tile_range(const quant_tile *b, int16_t *low, int16_t *high) {
     }
 }
 // The lowest value of a column, moved by half a step at most, so that element x is all but exact, and no other one is off by more
-// than half a step still. Where elements are so coarse that this would move it elsewhere it stays.
+// than half a step still, or an eighth more: as far as the lowest value may be off where elements are coarse. It stays if it were further.
 KVC_INLINE uint16_t anchored(uint16_t first, uint16_t x, uint16_t step, float k, int fp16) {
     const float value = value_of(x, fp16), size = bf16_value(step);
     const float above = (float)nearest((value - value_of(first, fp16)) * k) * size;
