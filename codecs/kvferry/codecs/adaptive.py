@@ -244,8 +244,12 @@ class AdaptiveChoice:
             )
 
     def _probe_comes(self, candidate: _Candidate, now: float) -> bool:
-        """Whether its first probe is still to tell something: what is tried first depends on all."""
-        if self._chosen != RAW or candidate.known:
+        """Whether its first probe is still to tell something: what is tried first depends on all.
+
+        Not for ever: where prompts are so short that lossy ones leave all of them alone, theirs tell nothing.
+        """
+        late = self._traffic_s >= _FIRST_PROBE_S * len(self._candidates)
+        if self._chosen != RAW or candidate.known or late:
             return False
         return candidate.probed_at == -math.inf or now - candidate.probed_at < _FIRST_PROBE_S
 

@@ -264,6 +264,18 @@ def test_trials_cost_little_against_what_is_in_use_too() -> None:
     assert piece <= 1.02 * link.seconds("good"), names
 
 
+def test_probes_that_tell_nothing_hold_up_no_choice_for_ever() -> None:
+    """As of a lossy one where prompts are so short that they stay as they are; others behind it wait too."""
+    link = Link(
+        0.5, {"good": Speed(1.42, 9.0, 9.0), "mute": Speed(1.9, 9.0, 9.0), "last": Speed(1.1, 9.0, 9.0)}
+    )
+    report = link._report
+    link._report = lambda name: None if name == "mute" else report(name)  # type: ignore[method-assign]
+    link.run(2.0)
+    _, names = link.run(2.0)
+    assert names["good"] > 0.9 * names.total(), names
+
+
 def test_a_slow_moment_of_a_fast_link_is_forgotten_within_some_prompts() -> None:
     link = Link(0.5, LOSSLESS, dict.fromkeys(LOSSLESS, 1.7))
     link.run(0.2)
