@@ -54,6 +54,7 @@ class Reloaded(RuleBasedStateMachine):
         given = [
             *(f"daemon.socket={self.folder}/d", "daemon.listen=none", "daemon.disk=none"),
             *(f"daemon.credentials={self.path}", f"store.dram_capacity={MOST}", f"daemon.arena={arena}"),
+            "store.lease=600s",  # none ends by its deadline, however slow the machine
         ]
         self.daemon = Daemon(load_config(None, assignments=given).config)
         self.connect("a")
