@@ -20,7 +20,7 @@ from kvferry.client import Client, ClientNamespace, ClientOptions
 from kvferry.client.leases import ClientReadLease
 from kvferry.core.clock import deadline_in
 from kvferry.core.config_sources import load_config
-from kvferry.core.errors import ConfigError, KVFerryError, LeaseExpiredError
+from kvferry.core.errors import ConfigError, KVFerryError, LeaseExpiredError, StoreError
 from kvferry.core.keys import BlockKey
 from kvferry.daemon import Daemon
 from kvferry.daemon.credentials import Limits, edited, new_credential
@@ -97,7 +97,10 @@ class Reloaded(RuleBasedStateMachine):
             tenants = {one: limits for one, limits in box[0].tenants.items() if one != name}
             left = tuple(one for one in box[0].credentials if one.tenant != name)
             box[0] = msgspec.structs.replace(box[0], tenants=tenants, credentials=left)
+        store = self.daemon.store_of(name)
         self.daemon.tenants.reload()
+        with pytest.raises(StoreError, match="closed"):
+            store.arena.allocate(1)
         del self.quotas[name]
         for number in reversed(range(len(self.held))):
             if self.held[number][0] == name:
