@@ -58,6 +58,7 @@ class Reloaded(RuleBasedStateMachine):
         ]
         self.daemon = Daemon(load_config(None, assignments=given).config)
         self.connect("a")
+        self.come_or_change("b", MIB)
 
     def write(self, name: str, dram: int) -> None:
         """Into the file: a tenant's quota, and a token if it is new."""
@@ -89,9 +90,10 @@ class Reloaded(RuleBasedStateMachine):
         if name not in self.clients:
             self.connect(name)
 
-    @rule(name=NAMES)
-    def go(self, name: str) -> None:
-        if name not in self.quotas or len(self.quotas) == 1:
+    @rule(number=st.integers(0, 2))
+    def go(self, number: int) -> None:
+        name = sorted(self.quotas)[number % len(self.quotas)]
+        if len(self.quotas) == 1:
             return
         with edited(self.path) as box:
             tenants = {one: limits for one, limits in box[0].tenants.items() if one != name}
@@ -110,18 +112,14 @@ class Reloaded(RuleBasedStateMachine):
                     self.release(number)
         self.clients.pop(name).client.close()
 
-    @rule(name=NAMES, chain=st.integers(0, 9))
-    def save(self, name: str, chain: int) -> None:
-        if name in self.clients:
-            ns = self.clients[name]
-            with suppress(KVFerryError):  # what is held leaves no room, or there never is any
-                save_blocks(ns, ns.keys([chain] * CHAIN * SPEC.block_tokens), seconds=0.05)
-
-    @rule(name=NAMES, chain=st.integers(0, 9))
-    def load(self, name: str, chain: int) -> None:
-        if name in self.clients and len(self.held) < 8:
-            ns = self.clients[name]
-            keys = ns.keys([chain] * CHAIN * SPEC.block_tokens)
+    @rule(number=st.integers(0, 2), chain=st.integers(0, 9))
+    def save_and_hold(self, number: int, chain: int) -> None:
+        name = sorted(self.clients)[number % len(self.clients)]
+        ns = self.clients[name]
+        keys = ns.keys([chain] * CHAIN * SPEC.block_tokens)
+        with suppress(KVFerryError):  # what is held leaves no room
+            save_blocks(ns, keys, seconds=0.05)
+        if len(self.held) < 8:
             self.held.append((name, ns.load(keys, deadline=deadline_in(20)), keys))
 
     @rule(data=st.data())
@@ -189,7 +187,7 @@ class Reloaded(RuleBasedStateMachine):
 
 def test_sums_return_while_tenants_come_and_go() -> None:
     run_state_machine_as_test(
-        Reloaded, settings=settings(max_examples=4, stateful_step_count=16, deadline=None)
+        Reloaded, settings=settings(max_examples=6, stateful_step_count=16, deadline=None)
     )
 
 
