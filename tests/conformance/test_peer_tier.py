@@ -19,7 +19,7 @@ from kvferry.store.remote.peer import AskedPeer, PeerOptions, PeerTier
 from kvferry.store.tier import Tier, TierNamespace
 from kvferry.testing.blocks import stop_process, wait_until
 from kvferry.testing.tiers import TierSuite
-from kvferry.testing.tiers_common import SPEC, Fault, opened, read
+from kvferry.testing.tiers_common import SPEC, Fault, chain, opened, read
 
 # Both daemons in one process, which starts sooner than two.
 HOST = """
@@ -62,6 +62,13 @@ class TestPeers(TierSuite):
                 for (space, key), _ in list(old._written.items()):
                     opened(tier, space.spec, space.tenant, space.scope)
                     tier.remove(space, [key], deadline=deadline_in(20))
+
+    @pytest.fixture
+    def keys(self, namespace: TierNamespace, tier: Tier) -> list[BlockKey]:
+        """A chain of which each peer keeps a part: where a key goes depends on the names of the sockets."""
+        assert isinstance(tier, PeerTier)
+        chains = (chain(namespace, number, 6) for number in range(1, 100))
+        return next(keys for keys in chains if len({tier.placement.owner(key) for key in keys}) == 2)
 
     @contextmanager
     def _away_from_tests(self) -> Iterator[PeerTier]:
