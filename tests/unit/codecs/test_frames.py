@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from kvferry.codecs import CodecPipeline, decode_frame, decode_many, decode_row
 from kvferry.codecs.frame import FLAGS_AT, STORED_RAW, aligned
-from kvferry.codecs.kernels import use_kernels
-from kvferry.codecs.native import native
 from kvferry.core.errors import CodecError, CorruptBlockError
 from kvferry.testing.codecs import kv_layer
 
+pytestmark = pytest.mark.usefixtures("both_kernels")
+
 LAYER, OTHER = kv_layer(16, 1, 48), kv_layer(7, 3, 16)
 TEXTS = ("raw", "ebp", "split", "int8", "int4", "fp8", "shuffle|zstd", "dedup", "int8|lz4")
-
-
-@pytest.fixture(params=["native", "numpy"], autouse=True)
-def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "native" and native().library is None:
-        pytest.skip(f"no native kernels: {native().reason}")
-    with use_kernels(request.param):
-        yield
 
 
 def values(nbytes: int, seed: int, *, noise: bool = False) -> memoryview:

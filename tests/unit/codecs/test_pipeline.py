@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar
@@ -15,7 +14,6 @@ from kvferry.codecs.base import Codec
 from kvferry.codecs.decoding import decode_many, decode_row
 from kvferry.codecs.error import slice_errors
 from kvferry.codecs.frame import aligned
-from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
 from kvferry.codecs.quantised import Int4Codec, Int8Codec
 from kvferry.codecs.raw import RawCodec
@@ -55,14 +53,6 @@ def normal(layer: LayerSpec, seed: int, count: int = 1, scale: float = 1.0) -> B
 def encode(pipeline: CodecPipeline, data: ByteArray, layer: LayerSpec = LAYER) -> memoryview:
     dst = page_aligned(pipeline.max_encoded_nbytes(layer, data.size // layer.nbytes))
     return dst[: pipeline.encode_into(data.data, layer, dst)]
-
-
-@pytest.fixture(params=["native", "numpy"])
-def both_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "native" and native().library is None:
-        pytest.skip(f"no native kernels: {native().reason}")
-    with use_kernels(request.param):
-        yield
 
 
 @pytest.mark.parametrize("text", PIPELINES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,11 +9,11 @@ import pytest
 from kvferry.codecs.base import Codec
 from kvferry.codecs.error import as_float32, slice_errors
 from kvferry.codecs.fallback.floats import bf16_of
-from kvferry.codecs.kernels import use_kernels
-from kvferry.codecs.native import native
 from kvferry.codecs.quantised import Fp8Codec, Int4Codec, Int8Codec
 from kvferry.core.buffers import ByteArray, page_aligned
 from kvferry.core.spec import DType, LayerSpec, TensorSpec
+
+pytestmark = pytest.mark.usefixtures("both_kernels")
 
 TOKENS = 16
 CODECS = {
@@ -34,14 +32,6 @@ CODECS = {
     "fp8 as it is": Fp8Codec(scaled=False),
 }
 HEAD_DIMS = (64, 80, 96, 112, 128, 576)
-
-
-@pytest.fixture(autouse=True, params=["native", "numpy"])
-def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "native" and native().library is None:
-        pytest.skip(f"no native kernels: {native().reason}")
-    with use_kernels(request.param):
-        yield
 
 
 def layer_of(shape: tuple[int, ...], dtype: DType) -> LayerSpec:

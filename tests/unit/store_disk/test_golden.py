@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.codecs.kernels import use_kernels
 from kvferry.core.clock import deadline_in
 from kvferry.core.keys import block_keys
-from kvferry.core.native import native
 from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, Restore, TensorSpec
 from kvferry.store.disk import DiskOptions, DiskTier
 from kvferry.store.disk.inspection import verify
@@ -196,15 +193,7 @@ def test_version_2_is_read(tmp_path: Path, text: str) -> None:
         tier.close()
 
 
-@pytest.fixture(params=["native", "numpy"])
-def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "native" and native().library is None:
-        pytest.skip(f"no native kernels: {native().reason}")
-    with use_kernels(request.param):
-        yield
-
-
-@pytest.mark.usefixtures("_kernels")
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize("text", STABLE)
 def test_version_2_is_written(tmp_path: Path, text: str) -> None:
     write_encoded(tmp_path / "disk", text)
@@ -214,7 +203,7 @@ def test_version_2_is_written(tmp_path: Path, text: str) -> None:
     assert found == {name: golden[name] for name in found}
 
 
-@pytest.mark.usefixtures("_kernels")
+@pytest.mark.usefixtures("both_kernels")
 def test_int4_is_written(tmp_path: Path) -> None:
     write_encoded(tmp_path / "disk", "int4(group=64)")
     found = files_below(tmp_path / "disk")

@@ -31,7 +31,7 @@ from kvferry.transports.ucx.frames import (
     seal_address,
 )
 from kvferry.transports.ucx.lane import WINDOW, Lane
-from kvferry.transports.ucx.settings import Options
+from kvferry.transports.ucx.settings import EAGER_NBYTES, Options
 from kvferry.transports.ucx.short import ShortWay
 
 __all__ = ["Outgoing"]
@@ -39,7 +39,6 @@ __all__ = ["Outgoing"]
 _log = logging.getLogger(__name__)
 
 _RUN_NBYTES: Final = 64 << 10
-_EAGER_NBYTES: Final = 8 << 10  # shorter ones do not wait for their receiver
 _BOUNCE_NBYTES: Final = 1 << 20
 _JOINED_NBYTES: Final = 1 << 20  # bounds what a receiver has to buffer that takes the parts one by one
 _RETRACT_S: Final = 0.1
@@ -177,7 +176,7 @@ class Outgoing:
         nbytes = total_nbytes(views)
         try:
             if nbytes <= self._options.inline_nbytes:
-                if nbytes < _EAGER_NBYTES and self._is_opened(deadline):
+                if nbytes < EAGER_NBYTES and self._is_opened(deadline):
                     self._send_small(views, nbytes, deadline)
                 else:
                     self._control.send([pack_header(DATA, nbytes, self._position), *views], deadline)
@@ -314,7 +313,7 @@ class Outgoing:
     def _add_run(self, burst: _Burst, run: list[memoryview]) -> None:
         """Small parts that follow each other."""
         nbytes = total_nbytes(run)
-        if nbytes < _EAGER_NBYTES and self._eager:
+        if nbytes < EAGER_NBYTES and self._eager:
             burst.add_message(run[0] if len(run) == 1 else memoryview(b"".join(run)))
         elif nbytes <= _RUN_NBYTES:
             burst.add_frame(run, nbytes)

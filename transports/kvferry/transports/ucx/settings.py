@@ -19,15 +19,25 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_nbytes, parse_seconds
 from kvferry.transports.peer_owner import AllowedUsers, parse_allowed
 
-__all__ = ["DEFAULTS", "Options", "advertised", "context_config", "parse_address", "source_of"]
+__all__ = [
+    "DEFAULTS",
+    "EAGER_NBYTES",
+    "Options",
+    "advertised",
+    "context_config",
+    "parse_address",
+    "source_of",
+]
 
+EAGER_NBYTES: Final = 8 << 10
+"""Smaller messages are copied when they are sent, and do not wait for their receiver."""
 DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         # the segments of UCX's own size reach half of what TCP gives
         "TCP_TX_SEG_SIZE": "256k",
         "TCP_RX_SEG_SIZE": "256k",
         # what goes through UCX here is announced and large: no copy, and never more than the peer asked for
-        "RNDV_THRESH": "8192",
+        "RNDV_THRESH": str(EAGER_NBYTES),
     }
 )
 """Set where neither the environment nor the address says otherwise, by name without ``UCX_``."""
@@ -35,10 +45,8 @@ DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
 _UCX_OPTIONS: Final = {"tls": "TLS", "net_devices": "NET_DEVICES"}
 _LOCAL_OPTIONS: Final = ("require", "inline", "spin", "allow_uid")
 _REQUIRABLE: Final = ("rdma", "shm", "tcp")
-_COPIED_NBYTES: Final = 8 << 10  # messages below this one are copied: their sender does not wait
 _NUMBER: Final = re.compile(r"\b(\d+)([kmg]?)b?\b")
 _SHIFT: Final = {"": 0, "k": 10, "m": 20, "g": 30}
-_MIN_INLINE_NBYTES: Final = 8 << 10  # smaller ones would not wait for their receiver
 _MAX_INLINE_NBYTES: Final = 1 << 16
 _MAX_SPIN_S: Final = 0.01
 _DEFAULT_INLINE_NBYTES: Final = 16 << 10
@@ -80,9 +88,9 @@ def parse_address(address: str) -> tuple[Address, Options]:
         allowed = parse_allowed(given.get("allow_uid"))
     except ConfigError as error:
         raise ConfigError(f"address {address!r}: {error}") from error
-    if not _MIN_INLINE_NBYTES <= inline <= _MAX_INLINE_NBYTES:
+    if not EAGER_NBYTES <= inline <= _MAX_INLINE_NBYTES:
         raise ConfigError(
-            f"address {address!r}: inline is {_MIN_INLINE_NBYTES} to {_MAX_INLINE_NBYTES} bytes, not {inline}"
+            f"address {address!r}: inline is {EAGER_NBYTES} to {_MAX_INLINE_NBYTES} bytes, not {inline}"
         )
     if spin > _MAX_SPIN_S:
         raise ConfigError(f"address {address!r}: spin is at most 10ms, a longer one only heats the machine")
@@ -121,9 +129,9 @@ def context_config(options: Options) -> dict[str, str]:
     """
     threshold = os.environ.get("UCX_RNDV_THRESH", "")
     for number, unit in _NUMBER.findall(threshold.lower()):
-        if int(number) << _SHIFT[unit] < _COPIED_NBYTES:
+        if int(number) << _SHIFT[unit] < EAGER_NBYTES:
             raise ConfigError(
-                f"UCX_RNDV_THRESH={threshold}: kvferry needs {_COPIED_NBYTES} or more, as it takes smaller "
+                f"UCX_RNDV_THRESH={threshold}: kvferry needs {EAGER_NBYTES} or more, as it takes smaller "
                 "messages to be copied when they are sent; raise it, or unset it"
             )
     wanted = {**DEFAULTS, **dict(options.ucx)}
