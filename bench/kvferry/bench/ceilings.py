@@ -17,6 +17,7 @@ from kvferry.bench.results import Sample
 from kvferry.bench.side_by_side import SideBySide
 from kvferry.core.buffers import ByteArray, page_aligned
 from kvferry.core.errors import ConnectionClosedError
+from kvferry.transports.ip import tune
 
 __all__ = ["COLD_NBYTES", "ColdWalk", "MemcpyCold", "RawSocket"]
 
@@ -114,7 +115,9 @@ class RawSocket:
             self._child = subprocess.Popen([sys.executable, "-c", _SINK, *args])
             self._socket, _ = server.accept()
         self._socket.settimeout(_WAIT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(
+            self._socket
+        )  # as a connection's, so that what is compared is not the kernel's congestion control
 
     def __call__(self) -> Sample:
         """One run."""

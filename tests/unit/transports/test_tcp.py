@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -64,6 +64,46 @@ def test_socket_options() -> None:
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
             assert fcntl.fcntl(sock, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+            assert not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
+
+
+class _Sock:
+    """As much of a socket as says who is at its ends, and what its congestion control is."""
+
+    def __init__(self, peer: str, control: bytes) -> None:
+        self._peer, self.control = peer, control
+
+    def getsockname(self) -> tuple[str, int]:
+        return "10.0.0.1", 1
+
+    def getpeername(self) -> tuple[str, int]:
+        if not self._peer:
+            raise OSError(errno.ENOTCONN, "not connected")
+        return self._peer, 2
+
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
+        return self.control.ljust(nbytes, b"\0")
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
+        self.control = value
+
+
+@pytest.mark.parametrize(
+    ("peer", "control", "then"),
+    [
+        ("10.0.0.1", b"bbr", b"reno"),
+        ("10.0.0.1", b"bbr2", b"reno"),
+        ("10.0.0.1", b"cubic", b"cubic"),
+        ("10.0.0.2", b"bbr", b"bbr"),
+        ("", b"bbr", b"bbr"),
+    ],
+)
+def test_no_bbr_within_one_machine(peer: str, control: bytes, then: bytes) -> None:
+    sock = _Sock(peer, control)
+    ip.avoid_bbr_on_loopback(cast("socket.socket", sock))
+    assert sock.control == then
 
 
 def test_listener_is_not_inherited() -> None:

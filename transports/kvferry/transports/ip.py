@@ -5,13 +5,23 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from kvferry.core.address import Address
 from kvferry.core.errors import ConfigError, ConnectError
 from kvferry.core.open_files import OUT_OF_FILES
 
-__all__ = ["SockAddr", "bind", "dial", "dialable_address", "reason_of", "tune", "url_of"]
+__all__ = [
+    "SockAddr",
+    "avoid_bbr_on_loopback",
+    "bind",
+    "dial",
+    "dialable_address",
+    "reason_of",
+    "tune",
+    "url_of",
+]
 
 SockAddr: TypeAlias = "tuple[Any, ...]"
 _AddrInfo: TypeAlias = "tuple[socket.AddressFamily, SockAddr]"
@@ -90,13 +100,31 @@ def url_of(scheme: str, sockaddr: SockAddr) -> str:
 def tune(sock: socket.socket) -> None:
     """No delay for small messages, and a dead peer noticed within a minute.
 
-    The sizes of the buffers are left to the kernel, whose own tuning measured better than fixed ones.
+    The sizes of the buffers are left to the kernel, whose own tuning measured better than fixed ones. For a
+    connected socket :func:`avoid_bbr_on_loopback` holds.
     """
+    avoid_bbr_on_loopback(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in _KEEPALIVE:
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+
+
+def avoid_bbr_on_loopback(sock: socket.socket) -> None:
+    """Take another congestion control where the kernel's default is BBR and the peer is on this machine.
+
+    BBR models a path by its bandwidth and round-trip time. On loopback that is some microseconds, of which it
+    makes a window of 1 MB: connections then stay in one of two states, one a third slower. Nothing is
+    congested there. Between machines, and where another one is the default, the kernel's choice stays.
+    """
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return
+    with suppress(OSError):  # not connected yet, or ended, which the next call reports
+        if sock.getsockname()[0] != sock.getpeername()[0]:
+            return
+        if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # every kernel has it
 
 
 def reason_of(error: Exception) -> str:
@@ -123,12 +151,12 @@ def _resolve(parsed: Address, *, passive: bool = False) -> list[_AddrInfo]:
 def _connect_one(family: socket.AddressFamily, sockaddr: SockAddr, deadline: float) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        tune(sock)
         sock.settimeout(max(1e-3, deadline - time.monotonic()))
         sock.connect(sockaddr)
         if sock.getsockname() == sock.getpeername():
             # a free port of the range that outgoing connections use can be given to this very socket
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+        tune(sock)
     except BaseException:
         sock.close()
         raise

@@ -21,6 +21,7 @@ from kvferry.bench.link.memory import LinkMemory, timed
 from kvferry.bench.link.requests import Operation
 from kvferry.bench.results import Sample
 from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError
+from kvferry.transports.ip import tune
 
 __all__ = ["BareLink", "BareServer", "Certificates", "Kind"]
 
@@ -60,7 +61,7 @@ class _Wire:
         else:
             sock.settimeout(_WAIT_S)
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(sock)  # as a connection's, so that what is compared is not the kernel's congestion control
         self._header = bytearray(_HEADER.size)
 
     def send(self, operation: Operation, nbytes: int, parts: list[memoryview], batch: int) -> None:

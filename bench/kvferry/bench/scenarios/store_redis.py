@@ -22,6 +22,7 @@ from kvferry.core.keys import BlockKey, block_keys
 from kvferry.store.remote.redis import RedisOptions, RedisTier
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.redis_server import RedisServer
+from kvferry.transports.ip import tune
 
 __all__ = ["run_get", "run_set"]
 
@@ -37,7 +38,7 @@ class _BareSocket:
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), _WAIT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(self._socket)  # as a connection's
         self._socket.settimeout(None)
         self._small = memoryview(bytearray(64))
 
