@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from kvferry.wire import daemon_messages as d
 
 __all__ = ["PeerClient"]
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _MOST_NBYTES = 16 << 20  # in one request, so that several peers and several callers move at once
@@ -48,7 +51,8 @@ class PeerClient:
         timeout_s: For making a connection.
         own_epoch: The run of the daemon that asks: it must not ask itself.
         token_file: File with the token of the tenant whose blocks are asked for, where that daemon wants one;
-            without, all tenants come as ``default`` there, apart by their scopes.
+            without, all tenants come as ``default`` there, apart by their scopes, which keeps nobody out.
+            With one, a daemon that lets everybody in is not asked: others could ask for the same blocks.
         trusted_network: See :class:`ClientOptions`.
     """
 
@@ -73,12 +77,13 @@ class PeerClient:
         self._link: Link | None = None
         self._closed = False
         self._itself = ""
+        self._open = ""
         self._spaces: dict[TierNamespace, TierNamespace] = {}
 
     @property
     def away(self) -> str:
         """Why the daemon cannot be reached; empty if it can, or nobody has tried."""
-        return self._itself or ("" if self._link is None else self._link.away)
+        return self._itself or ("" if self._link is None else self._link.away or self._open)
 
     def has(self, namespace: TierNamespace, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Which keys it holds."""
@@ -204,6 +209,7 @@ class PeerClient:
             if line.epoch == self._own_epoch():
                 self._itself = f"peer {self.url} is this daemon itself: leave it out of its own peers"
                 raise ConfigError(self._itself)
+            self._require_guarded(line)
             wanted = self._named(namespace)
             name = (wanted.namespace_id, True)  # what has lost something is told, block by block
             opened = line.opened.get(name)
@@ -213,6 +219,19 @@ class PeerClient:
                 )
                 opened = line.opened[name] = line.call(request, d.NamespaceOpened, deadline)
             yield line, opened.namespace
+
+    def _require_guarded(self, line: Line) -> None:
+        if self._options.token_file is None or d.TENANTS in line.channel.peer.capabilities:
+            self._open = ""
+            return
+        why = (
+            f"peer {self.url} lets everybody in, or is too old to say that it does not, so it is not asked "
+            "for blocks of a tenant: give it daemon.credentials, or a release as new as this one"
+        )
+        if not self._open:
+            log.warning("%s", why)
+        self._open = why
+        raise UnavailableError(why)
 
     def _named(self, namespace: TierNamespace) -> TierNamespace:
         """The namespace as it is called there: tenants are apart, though all of them come as one."""

@@ -21,7 +21,7 @@ from kvferry.store.remote.peer import PeerOptions
 if TYPE_CHECKING:
     from kvferry.core.config import Config, StoreConfig
 
-__all__ = ["listen_urls", "peer_token", "require_other_peers", "store_config"]
+__all__ = ["listen_urls", "peer_token", "require_other_peers", "require_peer_tokens", "store_config"]
 
 
 def listen_urls(config: Config) -> list[tuple[str, str]]:
@@ -90,6 +90,23 @@ def require_other_peers(store: StoreConfig, listen: list[tuple[str, str]]) -> No
                 raise ConfigError(
                     f"peer {peer} of tier {name} is this daemon itself ({option}): leave it out of its peers"
                 )
+
+
+def require_peer_tokens(config: Config, store: StoreConfig) -> None:
+    """Refuse peers where tenants would come as nobody: whoever is at such a peer could ask for their blocks.
+
+    Raises:
+        ConfigError: With both options.
+    """
+    if config.daemon.credentials == "none" or config.daemon.peer_tokens != "none":
+        return
+    for tier in store.tiers:
+        if tier.kind == "peer":
+            raise ConfigError(
+                f"daemon.credentials is given and store.tiers has {tier.name or tier.kind}, but "
+                "daemon.peer_tokens is none: there all tenants would be one; give it the folder with a "
+                "TENANT.token of each"
+            )
 
 
 def store_config(config: Config) -> StoreConfig:

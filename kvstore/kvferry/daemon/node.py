@@ -17,7 +17,13 @@ from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, TierError, UnknownPluginError
 from kvferry.core.open_files import lack_of_files
 from kvferry.core.process import listening, trim_heap
-from kvferry.daemon.checks import listen_urls, peer_token, require_other_peers, store_config
+from kvferry.daemon.checks import (
+    listen_urls,
+    peer_token,
+    require_other_peers,
+    require_peer_tokens,
+    store_config,
+)
 from kvferry.daemon.credentials import credentials_path
 from kvferry.daemon.disks import folders_of, require_disks, room_notes
 from kvferry.daemon.drained import Drained, unwritten
@@ -30,6 +36,7 @@ from kvferry.daemon.work import Work
 from kvferry.store.open import open_store
 from kvferry.store.tiered import TieredStore
 from kvferry.wire.channel import Channel
+from kvferry.wire.daemon_messages import TENANTS
 from kvferry.wire.options import ChannelOptions
 from kvferry.wire.server import ChannelServer
 from kvferry.wire.shared_arena import SHARED_ARENA
@@ -74,6 +81,7 @@ class Daemon:
         urls = listen_urls(config)
         store = store_config(config)
         require_other_peers(store, urls)
+        require_peer_tokens(config, store)
         require_disks(config, store)
         self.config = config
         self.sessions = Sessions()
@@ -231,7 +239,7 @@ class Daemon:
             hello_timeout_s=wire.hello_timeout,
             max_meta_nbytes=wire.max_meta,
             max_payload_nbytes=wire.max_payload,
-            capabilities=(SHARED_ARENA,),
+            capabilities=(SHARED_ARENA, TENANTS) if self.tenants.guarded else (SHARED_ARENA,),
             epoch=self.epoch,
             admit=self.tenants.check,
         )

@@ -19,6 +19,7 @@ from kvferry.wire.spec_check import check_spec
 
 __all__ = [
     "SLOT_NBYTES",
+    "TENANTS",
     "AskPeer",
     "BlockVerb",
     "CommitBlocks",
@@ -53,6 +54,9 @@ __all__ = [
     "Verb",
     "WritePeer",
 ]
+
+TENANTS = "tenants"
+"""The capability: this daemon wants a token of everybody, from which the tenant follows."""
 
 SLOT_NBYTES = 24
 """A slot in a message: segment, offset and generation, each a little-endian u64."""

@@ -297,6 +297,7 @@ def test_quotas_beyond_what_there_is_are_refused_at_the_start(site: Site) -> Non
         (("daemon.credentials=c.json",), r"daemon\.credentials.*absolute"),
         (("daemon.credentials=/nowhere.json",), r"/nowhere\.json.*kvferry credentials add"),
         (("daemon.peer_tokens=here", "store.tiers=peer:?peers=tcp://127.0.0.1:9"), r"peer_tokens.*absolute"),
+        (("store.tiers=peer:?peers=tcp://127.0.0.1:9",), r"daemon\.credentials.*daemon\.peer_tokens is none"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(site: Site, settings: tuple[str, ...], named: str) -> None:
@@ -342,6 +343,32 @@ def test_peers_show_the_token_of_each_tenant(site: Site) -> None:
         assert far.store_of(name).stats().entries == reached, name
         there = site.client(tokens[name], far.addresses[0]).namespace(SPEC)
         assert there.lookup(keys).prefix == reached
+
+
+def test_tenants_do_not_go_to_a_peer_that_lets_everybody_in(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any engine there could load the blocks of a tenant, or scan the memory that it maps for them."""
+    token = site.token("acme")
+    folder = site.folder / "peer-tokens"
+    folder.mkdir()
+    (folder / "acme.token").write_bytes(token)
+    (folder / "acme.token").chmod(0o600)
+    far = site.start("daemon.credentials=none", f"daemon.socket={site.folder}/far.sock")
+    tier = f"peer:?peers={far.addresses[0]}&timeout=20s&write=write_through"
+    near = site.start(f"store.tiers={tier}", f"daemon.peer_tokens={folder}")
+    ns = site.client(token).namespace(SPEC)
+    keys = ns.keys(range(32))
+    stranger = site.client(None, far.addresses[0]).namespace(SPEC)
+    save_blocks(stranger, keys[:4])
+    assert ns.lookup(keys).prefix == 0, "what anybody has put there is not taken for its own"
+    save_blocks(ns, keys)
+    near.store_of("acme").flush(deadline=deadline_in(20))
+    assert far.store_of("default").stats().entries == 4
+    problems = near.store_of("acme").levels[0].tier.usage().problems
+    assert [why for why in problems.values() if "lets everybody in" in why]
+    said = [record for record in caplog.records if record.getMessage().startswith("peer unix:")]
+    assert len(said) == 1
 
 
 def test_guesses_of_leases_and_namespaces_find_nothing(site: Site) -> None:
