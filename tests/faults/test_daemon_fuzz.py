@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 import socket
@@ -9,23 +10,28 @@ import struct
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from kvferry.client import Client, ClientOptions
-from kvferry.core.spec import KeyScope, namespace_id
+from kvferry.core.address import parse_url
+from kvferry.core.keys import block_keys
+from kvferry.core.spec import KeyScope, KVSpec, namespace_id
 from kvferry.daemon.credentials import CredentialFile, Limits, edited, new_credential
 from kvferry.testing.blocks import save_blocks, small_spec
 from kvferry.testing.daemon_frames import daemon_frames
+from kvferry.testing.daemon_requests import daemon_requests, opening
 from kvferry.testing.processes import Command
 from kvferry.wire import ChannelOptions, WireProtocol
-from kvferry.wire.daemon_messages import OpenNamespace
-from kvferry.wire.protocol import HEADER_NBYTES, TRAILER_NBYTES, Side
+from kvferry.wire.protocol import HEADER_NBYTES, MAGIC, TRAILER_NBYTES, Side
+from kvferry.wire.shared_arena import SHARED_ARENA
+from kvferry.wire.tables import NAMES, TYPES
 
 SPEC = small_spec("fuzz")
-HEADER = struct.Struct("<8xI8xIQ")
+HEADER = struct.Struct("<6xHI8xIQ")
 SAID = re.compile(r"(?:request .*of|connection from) (\S+) (?:failed|refused) \[(\w+)\]")
-SOAK = ((1_000_000, False), (1_000_000, True))
+SOAK = (("unix", 1_000_000, False), ("unix", 1_000_000, True), ("tcp", 100_000, True))
 
 
 def rss_nbytes(pid: int) -> int:
@@ -33,49 +39,81 @@ def rss_nbytes(pid: int) -> int:
     return (int(fields[1]) - int(fields[2])) * 4096  # without shared pages: those are the blocks'
 
 
-def send_mutated(
-    address: str, rng: random.Random, frames: list[bytes], opening: bytes, token: bytes | None
-) -> int:
-    """One connection: a handshake, then frames with bytes of theirs changed, until the daemon hangs up.
+class Frame(NamedTuple):
+    """A request, up to its payload, and that."""
 
-    One in four shows a token that is not quite right; every other one opens a namespace first.
+    head: bytes
+    payload: bytes = b""
+
+
+def hello(address: str, token: bytes | None) -> bytes:
+    options = ChannelOptions(
+        role="client", session="fuzz", checksum=False, credential=token, capabilities=(SHARED_ARENA,)
+    )
+    return bytes(options.protocol(Side.CLIENT, address).encode(options.hello(time.monotonic())))
+
+
+def mutated(frame: Frame, rng: random.Random) -> bytes:
+    """A frame with none to three bytes of it changed, most often before its payload."""
+    data = bytearray(frame.head + frame.payload)
+    for _ in range(rng.randrange(4)):
+        data[rng.randrange(len(frame.head) if rng.randrange(8) else len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def answers_to(data: bytes, address: str) -> list[str]:
+    """What the daemon answers one connection: names of messages, in order.
+
     The end of what is sent follows at once, so that the daemon waits for no more. What it answers is read to
     its end: who leaves before is not let in, and none of his frames are read.
+    """
+    came, url = bytearray(), parse_url(address, default_port=0)
+    unix = address.startswith("unix:")
+    with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as sock:
+        sock.settimeout(60)
+        sock.connect(address.removeprefix("unix://") if unix else (url.host, url.port))
+        try:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            while got := sock.recv(1 << 18):
+                came += got
+        except OSError as error:
+            if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
+                raise  # else it has hung up
+    names: list[str] = []
+    at = 0
+    while (at := came.find(MAGIC, at)) >= 0 and at + HEADER_NBYTES <= len(came):  # bytes go with descriptors
+        number, flags, meta_nbytes, payload_nbytes = HEADER.unpack_from(came, at)
+        at += HEADER_NBYTES + meta_nbytes + payload_nbytes + (TRAILER_NBYTES if flags else 0)
+        names.append(NAMES[TYPES[number]])
+    return names
+
+
+def send_mutated(
+    address: str, rng: random.Random, frames: list[Frame], opening: bytes, token: bytes | None
+) -> Counter[str]:
+    """One connection: a handshake, then frames with bytes of theirs changed, until the daemon hangs up.
+
+    One in four shows a token that is not quite right; three of four open a namespace first. What follows goes
+    on from any request of a whole conversation, or is of any of them.
 
     Returns:
-        At least how many of them it has read: it answers, or hangs up at the first that is no frame.
+        What was answered; at least as many frames have been read, or one that the daemon hung up at.
     """
     if token is not None and not rng.randrange(4):
         wrong = bytearray(token)
         wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
         token = bytes(wrong)
-    options = ChannelOptions(role="client", session="fuzz", checksum=False, credential=token)
-    data = bytearray(options.protocol(Side.CLIENT, address).encode(options.hello(time.monotonic())))
-    opens = rng.randrange(2)
-    data += opening * opens
-    for _ in range(rng.randrange(1, 6)):
-        frame = bytearray(rng.choice(frames))
-        for _ in range(rng.randrange(4)):
-            frame[rng.randrange(len(frame))] = rng.randrange(256)
-        data += frame
-    came = bytearray()
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(60)
-        sock.connect(address.removeprefix("unix://"))
-        try:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            while got := sock.recv(65536):
-                came += got
-        except (ConnectionResetError, BrokenPipeError):
-            pass  # it has hung up
-    answers = at = 0
-    while at + HEADER_NBYTES <= len(came):
-        flags, meta_nbytes, payload_nbytes = HEADER.unpack_from(came, at)
-        at += HEADER_NBYTES + meta_nbytes + payload_nbytes + (TRAILER_NBYTES if flags else 0)
-        answers += 1
+    opens = rng.randrange(4) > 0
+    data, many, start = (
+        hello(address, token) + opening * opens,
+        rng.randrange(1, 6),
+        rng.randrange(len(frames)),
+    )
+    chosen = (frames * 2)[start : start + many] if rng.randrange(2) else rng.choices(frames, k=many)
+    names = answers_to(data + b"".join(mutated(frame, rng) for frame in chosen), address)
     others = 1 + opens  # the welcome, and that a namespace is open
-    return max(1, answers - others) if answers >= others else 0
+    return Counter(names[others:] or ["hung up"]) if len(names) >= others else Counter()
 
 
 def with_credentials(folder: Path) -> bytes:
@@ -90,66 +128,68 @@ def with_credentials(folder: Path) -> bytes:
     return tokens[0]
 
 
-@pytest.mark.parametrize(
-    ("count", "guarded"),
-    [
-        (600, False),
-        (300, True),
-        *(pytest.param(n, g, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]) for n, g in SOAK),
-    ],
-)
-def test_mutated_frames(tmp_path: Path, count: int, guarded: bool) -> None:
-    token = with_credentials(tmp_path) if guarded else None
-    rng = random.Random(6)
+def conversation(spec: KVSpec, *, local: bool) -> tuple[bytes, list[Frame], list[Frame]]:
+    """The frame that opens a namespace, requests that are granted behind it in this order, and others."""
     plain = WireProtocol(Side.CLIENT, checksum=False)
     server = WireProtocol(Side.SERVER, checksum=False)
     options = ChannelOptions(role="client", session="fuzz", checksum=False)
-    hello = plain.encode(options.hello(0.0))
-    while hello:
-        taken, hello = hello[: server.wanted], hello[server.wanted :]
-        server.receive(taken)
-    welcome = server.encode(options.welcome(server, 0.0, 0.0))
-    while welcome:
-        taken, welcome = welcome[: plain.wanted], welcome[plain.wanted :]
-        plain.receive(taken)
-    named = OpenNamespace(spec=SPEC, namespace_id=namespace_id(SPEC, KeyScope()))
-    opening = plain.encode(named, 0, 6)
-    frames = [plain.encode(m, len(data), 7) + data for m, data in daemon_frames(SPEC, KeyScope())]
-    words: tuple[str, ...] = (
-        "serve",
-        "--socket",
-        f"{tmp_path}/d.sock",
-        "--capacity",
-        "4MiB",
-        "--disk",
-        "none",
-        "--http",
-        "none",
-    )
-    if guarded:
-        words += ("--credentials", f"{tmp_path}/c.json")
-    with Command(*words, "--set", "daemon.listen=none", "--set", "wire.checksum=false") as daemon:
+    for one, other in ((plain, server), (server, plain)):
+        data = one.encode(options.hello(0.0) if one is plain else options.welcome(server, 0.0, 0.0))
+        while data:
+            taken, data = data[: other.wanted], data[other.wanted :]
+            other.receive(taken)
+    keys = block_keys(namespace_id(spec, KeyScope()), [1] * 3 * spec.block_tokens, spec.block_tokens)
+    granted = [Frame(plain.encode(m, len(p), 7), p) for m, p in daemon_requests(spec, keys, local=local)]
+    others = [Frame(plain.encode(m, len(p), 7), p) for m, p in daemon_frames(spec, KeyScope())]
+    return plain.encode(opening(spec, KeyScope()), 0, 6), granted, others
+
+
+@pytest.mark.parametrize(
+    ("scheme", "count", "guarded"),
+    [
+        ("unix", 500, False),
+        ("tcp", 100, False),
+        ("unix", 300, True),
+        *(pytest.param(*case, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]) for case in SOAK),
+    ],
+)
+def test_mutated_frames(tmp_path: Path, scheme: str, count: int, guarded: bool) -> None:
+    token = with_credentials(tmp_path) if guarded else None
+    rng = random.Random(6)
+    opened, granted, others = conversation(small_spec("fuzz", pages=1), local=scheme == "unix")
+    url = f"unix://{tmp_path}/d.sock" if scheme == "unix" else "tcp://127.0.0.1:0"
+    words = ["serve", "--socket", "none", "--capacity", "4MiB", "--disk", "none", "--http", "none"]
+    words += ["--credentials", f"{tmp_path}/c.json"] * guarded
+    with Command(*words, "--set", f"daemon.listen={url}", "--set", "wire.checksum=false") as daemon:
         address = daemon.wait_ready()["listen"]
+        talk = hello(address, token) + opened + b"".join(frame.head + frame.payload for frame in granted)
         with Client(address, ClientOptions(checksum=False, credential=token)) as client:
             ns = client.namespace(SPEC)
             keys = ns.keys([1] * 3 * SPEC.block_tokens)
             save_blocks(ns, keys)
+            ns.pin(keys, ttl=3600.0 * 3)  # what is stored by the frames would push them out
+            names = answers_to(talk, address)  # as they are, all are granted
+            assert "failure" not in names
+            assert len(names) == 2 + len(granted), names
             before = rss_nbytes(daemon.process.pid)
-            read, connections, began = 0, 0, time.monotonic()
-            while read < count:
+            answered, connections, began = Counter[str](), 0, time.monotonic()
+            while answered.total() < count:
                 connections += 1
-                assert connections < 2 * count + 100, f"of most connections no frame was read, of all {read}"
-                read += send_mutated(address, rng, frames, opening, token)
+                assert connections < 2 * count + 100, f"of most connections no frame was read: {answered}"
+                answered += send_mutated(address, rng, granted + others, opened, token)
                 if connections % 256 == 0:  # who behaves is served all the while
                     assert ns.lookup(keys).prefix == 3
             seconds = time.monotonic() - began
             assert ns.lookup(keys).prefix == 3
             assert rss_nbytes(daemon.process.pid) - before < 32 << 20
             assert client.counters.reconnects == 0
+            print(f"{connections} connections in {seconds:.0f} s: {dict(answered.most_common())}")
         assert daemon.terminate() == 0
         assert "Traceback" not in daemon.err
         assert token is None or token.decode()[18:] not in daemon.err
+        assert 5 * answered["failure"] < 4 * answered.total(), answered  # at least a fifth was granted
         said = Counter(SAID.findall(daemon.err))
         assert said, daemon.err
+        assert " more " in daemon.err  # how many were not shown
         lines = max(said.values())  # in 10 s one line a peer and reason, and one of how many more there were
         assert lines <= 2 * (2 + seconds // 10), said
