@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ BODIES = {
     "evict": '{"nbytes": 10}',
     "drain": '{"timeout_s": 0, "resume": true}',
     "reload": "{}",
-    "pin": '{"namespace": "%s", "keys": ["%s"], "ttl_s": 1.0}' % ("0" * 64, "1" * 64),
+    "pin": json.dumps({"namespace": "0" * 64, "keys": ["1" * 64], "ttl_s": 1.0}),
 }
 SEEDS = [
     *(GET.format(path) for path in ("/", "/status", "/metrics", "/live", "/ready", "/no/such?x=%00&y=1")),
