@@ -7,17 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from kvferry.cli.daemon_http import Port
-from kvferry.client import Client
+from kvferry.client import Client, ClientOptions
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import KVFerryError, OverloadedError, UnavailableError
-from kvferry.testing.blocks import save_blocks, small_spec, wait_until
+from kvferry.core.errors import KVFerryError, OverloadedError, TransferTimeoutError, UnavailableError
+from kvferry.testing.blocks import save_blocks, small_spec, stop_process, wait_until
 from kvferry.testing.processes import Command
 
 SPEC = small_spec("serve")
@@ -226,6 +226,16 @@ def test_a_low_limit_of_open_files_is_told_and_leaves_a_reserve(tmp_path: Path) 
     assert "Traceback" not in told.read_text()
 
 
+@contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """A process is stopped meanwhile."""
+    try:
+        stop_process(pid)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_what_an_operator_gave_up_is_not_done_later(tmp_path: Path) -> None:
     """A request to a daemon that is stopped, whose client has gone when it goes on."""
     token = tmp_path / "token"
@@ -235,19 +245,38 @@ def test_what_an_operator_gave_up_is_not_done_later(tmp_path: Path) -> None:
     with serve(tmp_path, *more) as daemon:
         url = daemon.wait_ready()["http"]
         host, _, port = url.removeprefix("http://").partition(":")
-        os.kill(daemon.process.pid, signal.SIGSTOP)
-        try:
-            state = Path(f"/proc/{daemon.process.pid}/stat")
-            wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+        with standing_still(daemon.process.pid):
             head = f"POST /admin/drain HTTP/1.1\r\nHost: {host}\r\n"
             head += "Authorization: Bearer correct-horse-battery\r\n"
             for body in (b"{}", b"{ }"):
                 with socket.create_connection((host, int(port)), timeout=20) as sock:
                     sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        finally:
-            os.kill(daemon.process.pid, signal.SIGCONT)
         answers = [Port(url).ask("GET", "/ready") for _ in range(5)]
         assert answers == [b'{"ready":true}'] * 5
         metrics = Port(url).ask("GET", "/metrics").decode()
         assert 'kvferry_daemon_http_requests_total{code="200",path="/admin/drain"}' not in metrics
+        assert daemon.terminate() == 0
+
+
+def test_what_a_client_gave_up_is_not_done_later(tmp_path: Path) -> None:
+    """The same with a client's verb."""
+    with ExitStack() as stack:
+        daemon = stack.enter_context(serve(tmp_path, "--disk", "none"))
+        url = daemon.wait_ready()["listen"]
+        namespace = stack.enter_context(Client(url)).namespace(SPEC)
+        keys = namespace.keys([1] * 2 * SPEC.block_tokens)
+        save_blocks(namespace, keys)
+        impatient = stack.enter_context(Client(url, ClientOptions(call_timeout_s=0.5))).namespace(SPEC)
+
+        def gave_up() -> bool:
+            wait_until(lambda: impatient.lookup(keys).prefix == 2)
+            with standing_still(daemon.process.pid), pytest.raises((TransferTimeoutError, UnavailableError)):
+                impatient.clear()
+            with suppress(AssertionError):  # on a busy machine it may be over before it was sent
+                wait_until(lambda: "clear is not done: who asked for it has gone" in daemon.err, 5.0)
+                return True
+            return False
+
+        wait_until(gave_up)
+        assert namespace.lookup(keys).prefix == 2
         assert daemon.terminate() == 0

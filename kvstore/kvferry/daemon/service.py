@@ -19,6 +19,7 @@ from kvferry.core.errors import (
     KVFerryError,
     OverloadedError,
     ProtocolError,
+    RequestCancelledError,
     RequestError,
     SpecMismatchError,
 )
@@ -237,6 +238,7 @@ class Service:
         if message.verb == "has":
             return Reply(has_blocks(namespace, split_keys(message.keys)))
         if message.verb == "remove":
+            self._require_waiting(message.verb)
             return Reply(remove_blocks(namespace, split_keys(message.keys)))
         self._require_taking()
         found = read_blocks(namespace, message, self._node.max_payload_nbytes)
@@ -404,8 +406,19 @@ class Service:
         lease.renew()
         return Reply(d.LeaseRenewed(expires_at=_moment(lease)))
 
+    def _require_waiting(self, verb: str) -> None:
+        """See that the client still waits for the answer: else it thinks that this failed.
+
+        Raises:
+            RequestCancelledError: If it does not; the connection is over.
+        """
+        if self._channel.peer_is_gone():
+            self._channel.abort()
+            raise RequestCancelledError(f"{verb} is not done: who asked for it has gone")
+
     def _block_verb(self, message: d.BlockVerb) -> Reply:
         namespace, keys, count = self._namespace(message.namespace), split_keys(message.keys), 0
+        self._require_waiting(message.verb)
         if message.verb == "prefetch":
             namespace.prefetch(keys)
         elif message.verb == "pin":

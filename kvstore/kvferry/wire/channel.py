@@ -357,6 +357,22 @@ class Channel(ChannelState):
         except TransportError:
             return True
 
+    def peer_is_gone(self) -> bool:
+        """Whether the peer has ended the stream behind its last message, whose answer it does not wait for.
+
+        Ask right before something is done that cannot be undone: who has given up, and thinks that it failed,
+        must not find it done later. For the thread that receives, when no payload is unread.
+        """
+        self._begin_receiving()
+        try:
+            self._took_long_way = True  # the reader may hold bytes afterwards
+            self._reader.look()
+        except TransportError:
+            return True
+        finally:
+            self._receive_lock.release()
+        return False
+
     def _await_frame(self, deadline: float) -> bool:
         try:
             return self._reader.await_frame(deadline, ahead=self._reads_ahead)

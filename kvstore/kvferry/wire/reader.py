@@ -21,6 +21,7 @@ __all__ = ["FrameReader"]
 
 _META_PIECE_NBYTES = 64 << 10
 _AHEAD_NBYTES = 16 << 10
+_READY_S = 1.0
 
 
 class FrameReader:
@@ -82,6 +83,17 @@ class FrameReader:
             return False
         self._first, self._last = 0, n
         return True
+
+    def look(self) -> None:
+        """Take a byte, or several, if one is there; does not wait. For who is between two frames.
+
+        Raises:
+            ConnectionClosedError: If the stream has ended.
+        """
+        now = time.monotonic()
+        if self.await_frame(now, ahead=False) and self._first == self._last:
+            self._last = self._connection.recv_at_least(self._place, 1, now + _READY_S)
+            self._first = 0
 
     def read_whole(self, deadline: float) -> MessageReceived | None:
         """The short way: wait by receiving, and take the message if it came whole.
