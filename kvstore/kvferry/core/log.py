@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 
 __all__ = ["JsonFormatter", "LogLimiter", "TextFormatter", "configure", "redact"]
 
@@ -45,14 +45,16 @@ def _redacted(found: re.Match[str]) -> str:
 class LogLimiter:
     """Sums repeated log lines: one line a key in ``interval_s``, with the number that were kept back.
 
-    The first line of a key comes at once; lines of the same key within the interval are counted. When the
-    interval is over, the next line of any key, or :meth:`flush`, reports how many there were. Thread safe;
-    holds at most ``max_keys`` keys, so that a flood of peers cannot grow it.
+    The first line of a key comes at once; those of the same key within the interval are counted. When it is
+    over, the next line of that key tells the count too; if one of another key comes sooner, or :meth:`flush`
+    is called, a line tells the count alone, and the interval begins again. Thread safe; holds at most
+    ``max_keys`` keys, so that a flood of peers cannot grow it.
 
     Args:
         logger: Where the lines go.
         interval_s: Seconds between two lines of one key.
-        max_keys: Keys remembered; the oldest is reported and forgotten when one more comes.
+        max_keys: Keys remembered; when one more comes, that whose line is oldest is reported at once, and
+            forgotten.
         clock: A monotonic clock, for tests.
     """
 
@@ -87,50 +89,71 @@ class LogLimiter:
         with self._lock:
             entry = self._seen.get(key)
             if entry is not None and now - entry.since < self._interval_s:
-                entry.repeat(message, args)
+                entry.repeat(level, message, args)
                 return False
-            done = self._take_expired(now)
+            self._seen.pop(key, None)
+            due = self._take_due(now)
             if len(self._seen) >= self._max_keys:
-                done.append(self._seen.pop(next(iter(self._seen))))
-            self._seen[key] = _Repeated(level, now)
-        for old in done:
-            old.report(self._logger, now)
+                due += self._seen.pop(next(iter(self._seen))).take(now)
+            self._seen[key] = _Repeated(now)
+        if entry is not None and entry.count:
+            message += entry.told(now)
+        for line in due:
+            self._logger.log(line.level, line.message, *line.args)
         self._logger.log(level, message, *args)
         return True
 
     def flush(self) -> None:
         """Report everything that was kept back and forget it; an owner calls this when it closes."""
+        now = self._clock()
         with self._lock:
-            done = list(self._seen.values())
+            due = [line for entry in self._seen.values() for line in entry.take(now)]
             self._seen.clear()
-        for entry in done:
-            entry.report(self._logger, self._clock())
+        for line in due:
+            self._logger.log(line.level, line.message, *line.args)
 
-    def _take_expired(self, now: float) -> list[_Repeated]:
-        keys = [key for key, entry in self._seen.items() if now - entry.since >= self._interval_s]
-        return [self._seen.pop(key) for key in keys]
+    def _take_due(self, now: float) -> list[_Line]:
+        """What was kept back of keys whose interval is over; those of which nothing was are forgotten."""
+        due: list[_Line] = []
+        for key in [key for key, entry in self._seen.items() if now - entry.since >= self._interval_s]:
+            entry = self._seen.pop(key)
+            if entry.count:
+                due += entry.take(now)
+                self._seen[key] = entry  # behind the others: they are in the order of their lines
+        return due
+
+
+class _Line(NamedTuple):
+    level: int
+    message: str
+    args: tuple[object, ...]
 
 
 class _Repeated:
-    """The lines of one key that were kept back since ``since``."""
+    """The lines of one key that were kept back since the one at ``since``."""
 
-    __slots__ = ("args", "count", "level", "message", "since")
+    __slots__ = ("_last", "count", "since")
 
-    def __init__(self, level: int, since: float) -> None:
-        self.level = level
+    def __init__(self, since: float) -> None:
         self.since = since
         self.count = 0
-        self.message = ""
-        self.args: tuple[object, ...] = ()
+        self._last = _Line(0, "", ())
 
-    def repeat(self, message: str, args: tuple[object, ...]) -> None:
+    def repeat(self, level: int, message: str, args: tuple[object, ...]) -> None:
         self.count += 1
-        self.message, self.args = message, args
+        self._last = _Line(level, message, args)
 
-    def report(self, logger: logging.Logger, now: float) -> None:
-        if self.count:
-            message = f"{self.message} ({self.count} more in {now - self.since:.0f} s)"
-            logger.log(self.level, message, *self.args)
+    def told(self, now: float) -> str:
+        return f" ({self.count} more in {now - self.since:.0f} s)"
+
+    def take(self, now: float) -> list[_Line]:
+        """The line that tells of them, if there are any; the interval begins again with it."""
+        if not self.count:
+            return []
+        last = self._last
+        line = last._replace(message=last.message + self.told(now))
+        self.since, self.count = now, 0
+        return [line]
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

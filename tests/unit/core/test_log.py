@@ -3,8 +3,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import random
+import re
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -50,7 +53,33 @@ def test_repeats_are_summed_by_key_and_interval(lines: tuple[logging.Logger, lis
     assert not limiter.log(logging.WARNING, ("peer", "spec"), "%s refused", "peer")
     clock.now += 0.2
     assert limiter.log(logging.WARNING, ("peer", "spec"), "%s refused", "peer")
-    assert out == ["peer refused", "other refused", "peer refused (2 more in 10 s)", "peer refused"]
+    assert out == ["peer refused", "other refused", "peer refused (2 more in 10 s)"]
+
+
+def test_a_key_has_one_line_in_an_interval_whatever_the_others_do(
+    lines: tuple[logging.Logger, list[str]],
+) -> None:
+    logger, out = lines
+    clock, chance = Clock(), random.Random(6)
+    limiter = LogLimiter(logger, interval_s=10, clock=clock)
+    told: dict[str, list[float]] = {key: [] for key in "abcd"}
+    missing = 0
+    for _ in range(3000):
+        clock.now += chance.choice((0.0, 0.5, 3.0))
+        key = chance.choice("abcd")
+        missing += not limiter.log(logging.WARNING, key, "%s", key)
+        for line in out:
+            told[line[0]].append(clock.now)
+            missing -= kept_back(line)
+        out.clear()
+    assert min(b - a for times in told.values() for a, b in pairwise(times)) >= 10
+    limiter.flush()
+    assert missing == sum(map(kept_back, out)) > 0
+
+
+def kept_back(line: str) -> int:
+    found = re.search(r"\((\d+) more", line)
+    return int(found[1]) if found else 0
 
 
 def test_any_later_line_and_flush_report_what_was_kept_back(lines: tuple[logging.Logger, list[str]]) -> None:
