@@ -150,6 +150,11 @@ class FaultProxy:
             live = sum(f.forwarded for pair in self._pairs for f in pair.flows if f.direction == direction)
             return self._past[direction] + live
 
+    def forwarded_each(self, direction: Direction) -> list[int]:
+        """Bytes that were passed on, of each connection that is open now, in the order of their making."""
+        with self._changed:
+            return [f.forwarded for pair in self._pairs for f in pair.flows if f.direction == direction]
+
     @property
     def flipped(self) -> int:
         """Bytes that were changed so far."""

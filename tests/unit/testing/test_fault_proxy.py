@@ -94,6 +94,7 @@ def test_a_good_link_passes_everything_both_ways(proxy: FaultProxy, listener: so
         server.close()
         assert client.recv(1) == b""
         proxy.wait_for_connections(2, deadline_in(SOON_S))
+        assert proxy.forwarded_each("to_server") == [len(data)] * 2
     assert proxy.forwarded("to_server") == 3 * len(data) + 4
 
 
