@@ -121,9 +121,13 @@ class _Place:
 
     # -- set -------------------------------------------------------------------------------------------
 
+    def _remove_all(self) -> None:
+        """By the time that it returns: else the server still frees memory while it is measured."""
+        self.server.call("FLUSHALL", "SYNC")
+
     def tier_set(self) -> Sample:
         """New blocks in place of those there, which are removed first, untimed, as are those of others."""
-        self.server.call("FLUSHALL")
+        self._remove_all()
         self.last = self.numbers()
         writes = [
             [BlockWrite(k, self.source[n], None, -1) for k, n in zip(self.keys(call[0]), call, strict=True)]
@@ -137,12 +141,12 @@ class _Place:
                 raise KVFerryError(f"a block was not written: {result.outcome.value} {result.reason}")
 
     def bare_set(self) -> Sample:
-        self.server.call("FLUSHALL")
+        self._remove_all()
         calls = [(self.names(b"bare", c), [self.source[n] for n in c]) for c in self.numbers()]
         return self.timed([lambda c=c: self.bare.set(*c) for c in calls])  # type: ignore[misc]
 
     def client_set(self) -> Sample:
-        self.server.call("FLUSHALL")
+        self._remove_all()
         calls = [(self.names(b"client", c), [self.source[n] for n in c]) for c in self.numbers()]
         return self.timed([lambda c=c: self._client_set(*c) for c in calls])  # type: ignore[misc]
 

@@ -32,6 +32,7 @@ __all__ = ["Decoding", "Received", "Sink", "receive_block", "receive_part", "sen
 
 CHUNK_NBYTES: Final = 256 << 10
 _RUN_NBYTES: Final = 1 << 20  # sent by one call, and hashed after it
+_SMALL_NBYTES: Final = 128 << 10  # hashed before it is sent: sooner than a second call
 _LAST_NBYTES: Final = 16 << 10  # for the end: so little that what follows it goes with it
 _U64: Final = struct.Struct("<Q")
 Pieces: TypeAlias = "Sequence[memoryview | bytes]"
@@ -202,6 +203,9 @@ def receive_part(part: Part, into: memoryview, nbytes: int) -> Sink:
 
 def send_block(manifest: bytes, data: memoryview) -> Iterator[Pieces]:
     """A manifest, the data and its checksum."""
+    if len(data) <= _SMALL_NBYTES:
+        yield manifest, data, _U64.pack(xxhash.xxh3_64_intdigest(data))
+        return
     pieces: list[memoryview | bytes] = [manifest]
     digest = xxhash.xxh3_64()
     end = max(0, len(data) - _LAST_NBYTES)
