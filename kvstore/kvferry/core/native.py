@@ -18,6 +18,7 @@ from typing import Final
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.forks import loading
+from kvferry.core.open_files import require_descriptors
 
 __all__ = ["ABI", "Native", "load", "native"]
 
@@ -25,6 +26,7 @@ ABI: Final = 8
 """Version of the functions and their arguments; a library of another one is not used."""
 _VARIABLE: Final = "KVFERRY_NATIVE"
 _NAME: Final = "libkvferry_native.so"
+_DESCRIPTORS: Final = 2
 _REMEDY: Final = "install a C compiler (Debian: gcc) and install kvferry again"
 _LOG = logging.getLogger(__name__)
 
@@ -86,8 +88,13 @@ def _open(path: Path) -> Native:
 
 @functools.lru_cache(1)
 def native() -> Native:
-    """The library of this process, looked for once; says in the log why there is none."""
+    """The library of this process, looked for once; says in the log why there is none.
+
+    Raises:
+        CapacityError: If there is no descriptor left to look for it, and so for none to be remembered.
+    """
     with loading():
+        require_descriptors(_DESCRIPTORS, "to look for the native library")
         found = load(os.environ.get(_VARIABLE, ""))
     if found.library is None:
         _LOG.info("codecs and copies run in numpy, without the native library: %s", found.reason)

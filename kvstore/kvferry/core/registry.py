@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar, cast
+from importlib import invalidate_caches
+from importlib.metadata import EntryPoint, MetadataPathFinder, entry_points
+from typing import Final, Generic, TypeVar, cast
 
-from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPluginError
+from kvferry.core.errors import (
+    CapacityError,
+    ConfigError,
+    KVFerryError,
+    PluginUnavailableError,
+    UnknownPluginError,
+)
 from kvferry.core.forks import loading
 from kvferry.core.install_hint import install_hint
 from kvferry.core.nearest import did_you_mean, shown
+from kvferry.core.open_files import caused_by_lack_of_files, require_descriptors
 
 __all__ = ["GROUPS", "PluginInfo", "Registry"]
 
@@ -31,7 +39,9 @@ GROUPS = (
 """Every group of plug-ins that kvferry knows."""
 
 _LONGEST = 100
+_SCAN_DESCRIPTORS: Final = 4  # a folder and a file are open at once; some to spare
 _LOCAL = "(this process)"
+_OUT_OF_FILES: Final = "this process has no descriptor left: raise its limit (ulimit -n), or close some"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,7 @@ class Registry(Generic[T]):
             UnknownPluginError: No plug-in has that name; the message has the nearest name and all that exist.
             PluginUnavailableError: It exists, but cannot be imported; the message has the pip command.
             ConfigError: Two distributions claim the name; the message names both.
+            CapacityError: This process has no descriptor left to look for it, or to import it.
         """
         with loading(), self._lock:
             if name in self._local:
@@ -126,19 +137,38 @@ class Registry(Generic[T]):
         problem = ""
         try:
             self.load(name)
-        except ConfigError as error:
+        except KVFerryError as error:
             problem = str(error)
         distributions = ", ".join(sorted({_distribution(point) for point in points}))
         return PluginInfo(self.group, name, points[0].module, distributions, ok=not problem, problem=problem)
 
     def _scan(self) -> dict[str, list[EntryPoint]]:
-        """Entry points by name, read once; the caller holds the lock."""
-        if self._points is None:
-            found: dict[str, list[EntryPoint]] = {}
-            for point in entry_points(group=self.group):  # a distribution seen twice on the path counts once
-                found.setdefault(point.name, []).append(point)
+        """Entry points by name, read once; the caller holds the lock.
+
+        What the system's finder could not read for want of a descriptor it leaves away, and remembers as
+        empty: so that is looked at beside it, and nothing empty is kept.
+
+        Raises:
+            CapacityError: If there is no descriptor left.
+        """
+        if self._points is not None:
+            return self._points
+        purpose = f"to look for plug-ins of {self.group}"
+        require_descriptors(_SCAN_DESCRIPTORS, purpose)
+        try:
+            found = _points_of(self.group)
+            require_descriptors(_SCAN_DESCRIPTORS, purpose)
+        except (OSError, CapacityError) as error:
+            _forget_metadata()
+            if isinstance(error, OSError) and caused_by_lack_of_files(error):
+                raise CapacityError(f"{purpose}: {_OUT_OF_FILES}") from error
+            raise
+        if not found and self.group in GROUPS:  # ours are there: somebody has looked without descriptors
+            _forget_metadata()
+            found = _points_of(self.group)
+        if found:
             self._points = found
-        return self._points
+        return found
 
     def _only(self, name: str, points: list[EntryPoint]) -> EntryPoint:
         if len(points) == 1:
@@ -154,6 +184,19 @@ class Registry(Generic[T]):
         )
 
 
+def _points_of(group: str) -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=group):  # a distribution seen twice on the path counts once
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _forget_metadata() -> None:
+    """Let folders be read again that were found empty, maybe for want of a descriptor."""
+    invalidate_caches()
+    MetadataPathFinder().invalidate_caches()
+
+
 def _distribution(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else "(unknown distribution)"
 
@@ -165,9 +208,15 @@ def _load(point: EntryPoint) -> object:
         with loading():
             return point.load()
     except ImportError as error:
+        if caused_by_lack_of_files(error):
+            invalidate_caches()
+            raise CapacityError(f"{where} cannot be loaded: {_OUT_OF_FILES}") from error
         missing = error.name or str(error)
         raise PluginUnavailableError(f"{where} needs {missing}: {_pip_hint(point, error.name)}") from error
     except Exception as error:  # third-party import code can raise anything, and must not take others along
+        if caused_by_lack_of_files(error):
+            invalidate_caches()
+            raise CapacityError(f"{where} cannot be loaded: {_OUT_OF_FILES}") from error
         reason = f"{type(error).__name__}: {error}"
         raise PluginUnavailableError(
             f"{where} of {_distribution(point)} cannot be loaded from {point.value}: {reason}"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
+from importlib.metadata import MetadataPathFinder, entry_points
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPluginError
+from kvferry.core.errors import CapacityError, ConfigError, PluginUnavailableError, UnknownPluginError
 from kvferry.core.nearest import did_you_mean, nearest
 from kvferry.core.registry import GROUPS, Registry
+from kvferry.testing.few_files import few_more_files, no_more_files
 
 GROUP = "kvferry_test.things"
 
@@ -135,3 +139,43 @@ def test_nearest_ignores_case_and_gives_up_on_strangers() -> None:
     assert nearest("zzz", ["tcp", "unix"]) is None
     assert did_you_mean("tpc", ["tcp"]) == ", did you mean tcp?"
     assert did_you_mean("zzz", ["tcp"]) == ""
+
+
+@pytest.mark.parametrize("free", [0, 1, 3])
+def test_a_scan_without_descriptors_is_not_kept(site: Path, free: int) -> None:
+    install(site, "dist-a", "x = kvt_a:A", kvt_a="class A: ...")
+    registry = Registry[type](GROUP)
+    with few_more_files(free):
+        for call in (registry.names, registry.describe, lambda: registry.load("x")):
+            with pytest.raises(CapacityError, match="ulimit -n"):
+                call()
+    assert registry.names() == ["x"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_somebody_else_found_empty_without_descriptors_is_looked_for_again(group: str) -> None:
+    importlib.invalidate_caches()
+    MetadataPathFinder().invalidate_caches()
+    with no_more_files(), contextlib.suppress(OSError):
+        assert not entry_points(group=group), "the system's finder tells: this test is of no use any more"
+    assert Registry[object](group).names()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "import errno, os; raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))",
+        "raise ImportError('libturbo.so: cannot open shared object file: Too many open files', name='turbo')",
+        "try: open(bytes(1))\nexcept ValueError as e: raise ImportError('x') from OSError(24, 'no more')",
+    ],
+)
+def test_an_import_without_descriptors_is_no_missing_requirement(site: Path, module: str) -> None:
+    install(site, "dist-a", "x = kvt_needs:A", kvt_needs=module)
+    registry = Registry[type](GROUP)
+    with pytest.raises(CapacityError, match="ulimit -n"):
+        registry.load("x")
+    (info,) = registry.describe()
+    assert "ulimit -n" in info.problem
+    (site / "kvt_needs.py").write_text("class A: ...  # longer than before, and of another time")
+    importlib.invalidate_caches()
+    assert registry.load("x").__name__ == "A"

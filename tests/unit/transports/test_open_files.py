@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,25 +12,14 @@ import pytest
 import trustme
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConfigError, ConnectError
-from kvferry.transports import connect, listen
+from kvferry.core.errors import CapacityError, ConfigError, ConnectError
+from kvferry.core.native import native
+from kvferry.testing.few_files import no_more_files
+from kvferry.transports import connect, listen, registry
 from kvferry.transports.peer_owner import AllowedUsers
 
 LONG_S = 30.0
 SCHEMES = ["tcp", "lanes", "tls", "unix", "auto", "ucx"]
-
-
-@contextlib.contextmanager
-def no_more_files() -> Iterator[None]:
-    """None can be opened meanwhile."""
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +72,21 @@ def test_what_is_no_text_is_no_address(call: Callable[[str], object]) -> None:
     for wrong in (None, 8410, b"tcp://127.0.0.1:0", Path("/tmp/s")):
         with pytest.raises(ConfigError, match="write one as text"):
             call(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [listen, lambda url: connect(url, deadline_in(1))])
+def test_a_scheme_first_used_without_descriptors_can_be_used_later(
+    call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_points", None)
+    with no_more_files(), pytest.raises(ConnectError, match="ulimit -n"):
+        call("tcp://127.0.0.1:9")
+    with contextlib.closing(listen("tcp://127.0.0.1:0")):
+        pass
+
+
+def test_the_native_library_is_not_missing_for_want_of_files() -> None:
+    native.cache_clear()
+    with no_more_files(), pytest.raises(CapacityError, match="ulimit -n"):
+        native()
+    assert native() is native()

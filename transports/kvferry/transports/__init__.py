@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvferry.core.errors import ConfigError, ConnectError, KVFerryError
+from kvferry.core.errors import CapacityError, ConfigError, ConnectError, KVFerryError
 from kvferry.core.registry import Registry
 from kvferry.transports.base import Connection, Listener, SharedMemoryConnection, Transport
 from kvferry.transports.choices import Choice, explain, recent_choices
@@ -63,9 +63,10 @@ def connect(url: str, deadline: float) -> Connection:
         ConnectError: If it cannot be reached by the deadline; the message names the address.
         ConfigError: If the URL or one of its options is malformed, or its scheme is unknown.
     """
-    transport = _transport_of(url)
     try:
-        return transport.connect(url, deadline)
+        return _transport_of(url).connect(url, deadline)
+    except CapacityError as error:  # of descriptors
+        raise ConnectError(f"cannot connect to {url}: {error}") from error
     except KVFerryError:
         raise
     except OSError as error:
@@ -79,9 +80,10 @@ def listen(url: str) -> Listener:
         ConnectError: If it cannot be bound; the message names the address, the reason and the remedy.
         ConfigError: If the URL or one of its options is malformed, or its scheme is unknown.
     """
-    transport = _transport_of(url)
     try:
-        return transport.listen(url)
+        return _transport_of(url).listen(url)
+    except CapacityError as error:  # of descriptors
+        raise ConnectError(f"cannot listen on {url}: {error}") from error
     except KVFerryError:
         raise
     except OSError as error:

@@ -8,8 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvferry.core.errors import PluginUnavailableError
+from kvferry.core.errors import CapacityError, PluginUnavailableError
 from kvferry.core.install_hint import install_hint
+from kvferry.core.open_files import caused_by_lack_of_files
 
 __all__ = ["environment", "load_library"]
 
@@ -22,7 +23,13 @@ def load_library(name: str) -> Any:  # noqa: ANN401  a native module without typ
     """
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
+        if caused_by_lack_of_files(error):
+            raise CapacityError(
+                "mooncake cannot be loaded, this process has no descriptor left: raise its limit (ulimit -n)"
+            ) from error
+        if not isinstance(error, ImportError):
+            raise
         if error.name is None and "ibverbs" in str(error):
             raise PluginUnavailableError(
                 "mooncake needs libibverbs.so.1, also without RDMA: apt-get install libibverbs1"

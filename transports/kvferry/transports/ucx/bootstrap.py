@@ -16,6 +16,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kvferry.core.open_files import OUT_OF_FILES
 from kvferry.transports.ucx.context import Context
 from kvferry.transports.ucx.rdma import kind_of, kinds
 from kvferry.transports.ucx.settings import Options
@@ -64,11 +65,17 @@ class Preamble(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def _host() -> str:
-    """Differs between machines, and between containers that do not share /dev/shm."""
+    """Differs between machines, and between containers that do not share /dev/shm.
+
+    Raises:
+        OSError: If there is no descriptor left to see: nothing else is remembered for that.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         shm = Path("/dev/shm").stat().st_dev  # noqa: S108 - only looked at
-    except OSError:
+    except OSError as error:
+        if error.errno in OUT_OF_FILES:
+            raise
         return socket.gethostname()
     return f"{boot}/{shm}"
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, cast
 
-from kvferry.core.errors import PluginUnavailableError
+from kvferry.core.errors import CapacityError, PluginUnavailableError
 from kvferry.core.install_hint import install_hint
+from kvferry.core.open_files import caused_by_lack_of_files
 from kvferry.transports.ucx.calls import IN_PROGRESS, Calls, load_calls
 
 __all__ = ["Endpoint", "Library", "UcxError", "Worker", "library", "library_path"]
@@ -99,6 +100,10 @@ def _load_ucxx() -> tuple[Any, Any]:
         api = importlib.import_module("ucxx._lib.libucxx")
         array = importlib.import_module("ucxx._lib.arr").Array
     except (ImportError, OSError) as error:
+        if caused_by_lack_of_files(error):
+            raise CapacityError(
+                "ucxx cannot be imported, this process has no descriptor left: raise its limit (ulimit -n)"
+            ) from error
         raise PluginUnavailableError(
             f"the ucx transport needs ucxx, which cannot be imported ({error}): {install_hint('ucx')}"
         ) from error
