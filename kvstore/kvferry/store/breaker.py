@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kvferry.core.cause import Cause
 from kvferry.core.errors import ConfigError
@@ -13,6 +14,8 @@ from kvferry.core.errors import ConfigError
 __all__ = ["Breaker"]
 
 _LOG = logging.getLogger(__name__)
+
+_Line = tuple[Any, ...]  # level, message, arguments
 
 
 class Breaker:
@@ -107,32 +110,40 @@ class Breaker:
         if not failures and not self._failures and self._retry_at is None:
             return  # nothing was wrong, and nothing is
         with self._lock:
-            self._trying = False
-            if successes:
-                self._failures = 0
-                if self._retry_at is not None:
-                    self._retry_at = self._cause = None
-                    self._pause_s = self._first_pause_s
-                    _LOG.info("tier %s: %s work again", self.name, self.work)
-            elif failures and self._retry_at is not None:
-                if self._clock() >= self._retry_at:  # else a call that was under way when it opened
-                    self._pause_s = min(2 * self._pause_s, self._max_pause_s)
-                    self._retry_at = self._clock() + self._pause_s
-                    self._still_fails(reason, told=told)
-            elif failures:
-                self._failures += failures
-                if self._failures >= self._errors:
-                    self._failures = 0
-                    self.opened += 1
-                    self._retry_at = self._clock() + self._pause_s
-                    self._cause = Cause(reason or "no reason given", self._clock)
-                    _LOG.warning(
-                        "tier %s: no %s for %g s after %d errors, and until they work again: %s",
-                        self.name, self.work, self._pause_s, self._errors, self._cause.reason,
-                    )  # fmt: skip
+            line = self._take(failures=failures, successes=successes, reason=reason, told=told)
+        if line is not None:  # by now without the lock: a slow handler holds up nobody who asks
+            _LOG.log(*line)
 
-    def _still_fails(self, reason: str, *, told: bool) -> None:
-        if self._cause is not None and reason and self._cause.now(reason, told=told):
-            _LOG.warning(
-                "tier %s: still no %s, and the reason is another now: %s", self.name, self.work, reason
-            )
+    def _take(self, *, failures: int, successes: int, reason: str, told: bool) -> _Line | None:
+        """See :meth:`leave`; the line that is due."""
+        self._trying = False
+        if successes:
+            self._failures = 0
+            if self._retry_at is None:
+                return None
+            self._retry_at = self._cause = None
+            self._pause_s = self._first_pause_s
+            return logging.INFO, "tier %s: %s work again", self.name, self.work
+        if failures and self._retry_at is not None:
+            if self._clock() < self._retry_at:
+                return None  # a call that was under way when it opened
+            self._pause_s = min(2 * self._pause_s, self._max_pause_s)
+            self._retry_at = self._clock() + self._pause_s
+            return self._still_fails(reason, told=told)
+        self._failures += failures
+        if self._failures < self._errors:
+            return None
+        self._failures = 0
+        self.opened += 1
+        self._retry_at = self._clock() + self._pause_s
+        self._cause = Cause(reason or "no reason given", self._clock)
+        return (
+            logging.WARNING, "tier %s: no %s for %g s after %d errors, and until they work again: %s",
+            self.name, self.work, self._pause_s, self._errors, self._cause.reason,
+        )  # fmt: skip
+
+    def _still_fails(self, reason: str, *, told: bool) -> _Line | None:
+        if self._cause is None or not reason or not self._cause.now(reason, told=told):
+            return None
+        text = "tier %s: still no %s, and the reason is another now: %s"
+        return logging.WARNING, text, self.name, self.work, reason

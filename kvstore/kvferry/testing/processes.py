@@ -18,11 +18,16 @@ __all__ = ["Command"]
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 30.0
 _TAIL = 4000
+_WHICH_CODE = frozenset(("KVFERRY_NATIVE", "KVFERRY_NATIVE_ISA"))
 
 
 def _inherited() -> dict[str, str]:
-    """This process's environment without settings of kvferry, which are the test's to make."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    """This process's environment without settings of kvferry, which are the test's to make.
+
+    What says which code runs stays: else a child would run without the native library that the process which
+    tests it runs with, in a work tree and in the run of all tests without it.
+    """
+    return {k: v for k, v in os.environ.items() if k in _WHICH_CODE or not k.startswith("KVFERRY_")}
 
 
 class Command:

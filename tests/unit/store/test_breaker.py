@@ -137,3 +137,26 @@ def test_another_kind_of_reason_is_told_once_and_shown_at_once(
         "tier t: still no writes, and the reason is another now: the store answered with status 500",
         "tier t: writes work again",
     ]
+
+
+def test_a_slow_log_holds_up_nobody_who_asks(breaker: Breaker, clock: Time) -> None:
+    """What the handler sees may come late, but no call waits for it."""
+    held: list[bool] = []
+
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            del record
+            held.append(breaker._lock.locked())
+
+    handler, log = Slow(), logging.getLogger("kvferry.store.breaker")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        fail(breaker, 3)
+        clock.now += 20
+        breaker.leave(failures=1, successes=0, reason="of another kind")
+        breaker.leave(failures=0, successes=1)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    assert held == [False] * 3
