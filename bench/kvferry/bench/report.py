@@ -100,7 +100,8 @@ def print_table(results: Sequence[Result], console: Console) -> None:
     for result in results:
         params = " ".join(f"{k}={v}" for k, v in result.params.items())
         low, high = result.spread
-        checked = "\n[green]bytes compared[/green]" if result.verified else ""
+        when = "in all rounds" if result.params.get("verify") else "after the rounds"
+        checked = f"\n[green]bytes compared {when}[/green]" if result.verified else ""
         table.add_row(
             f"[bold]{result.scenario}[/bold]\n{params}",
             f"[bold]{_figure(result.value)} {result.unit}[/bold]\n"

@@ -50,15 +50,19 @@ Alternatives = Annotated[
     Text,
     typer.Option(
         "--with",
-        metavar="mooncake|ucxx|none,…",
+        metavar="mooncake|ucxx|redis|none,…",
         help="Others to measure beside. [default: those installed]",
     ),
 ]
-PeerUrl = Annotated[
-    Text, typer.Option(metavar="URL", help="Measure against a peer that runs --serve, on any machine.")
+Connect = Annotated[
+    Text,
+    typer.Option(
+        metavar="HOST[:PORT]|URL",
+        help="Measure against kvferry bench server on another machine; a host means tcp, port 8470.",
+    ),
 ]
-ServeUrl = Annotated[
-    Text, typer.Option(metavar="URL", help="Be that peer, until stopped, as on tcp://0.0.0.0:8470.")
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Compare every byte of every round at who received it, in its time.")
 ]
 Rates = Annotated[Text, typer.Option(metavar="RATE;…", help="Links of adaptive. [default: 50MB/s;…;4GB/s]")]
 KeptTokens = Annotated[
@@ -194,8 +198,8 @@ def transport(
     lanes: Lanes = None,
     checksum: Checksums = None,
     alternatives: Alternatives = None,
-    address: PeerUrl = None,
-    serve: ServeUrl = None,
+    verify: Verify = False,
+    connect: Connect = None,
     rate: Annotated[
         Text, typer.Option(metavar="RATE", help="Limit of transport.tcp.rate. [default: 100MB/s]")
     ] = None,
@@ -208,30 +212,42 @@ def transport(
         Text, typer.Option(metavar="SIZE", help="Block of transport.unix.arena. [default: 256MiB]")
     ] = None,
     walk: Walk = None,
-    config: ConfigFile = None,
-    sets: Sets = None,
     runs: Runs = 9,
     as_json: Json = False,
 ) -> None:
     """Messages between two processes over each transport: throughput both ways, round trips, and limits.
 
     Each figure is end to end, with an acknowledgement, and stands beside a bare socket of the same kind in
-    the same rounds, and beside Mooncake's TransferEngine where it is installed. Beyond loopback --serve
-    needs --set wire.trusted_network=true, since whoever reaches it can use it.
+    the same rounds, and beside Mooncake's TransferEngine, bare UCXX and Redis where they are installed. The
+    other end is a process of this machine, or kvferry bench server on another one.
     """
-    if serve is not None:
-        from kvferry.bench.link.serve import serve_link
-
-        serve_link(serve, walk, load_and_log(config, sets))
-        return
     from kvferry.bench.registry import Options
 
     params = {
         "scenario": scenario, "scheme": scheme, "sizes": sizes, "batch": batch, "lanes": lanes,
-        "checksum": checksum, "with": alternatives, "address": address, "rate": rate, "seconds": seconds,
-        "requests": requests, "block": block, "walk": walk,
+        "checksum": checksum, "with": alternatives, "connect": connect, "rate": rate, "seconds": seconds,
+        "requests": requests, "block": block, "walk": walk, "verify": verify,
     }  # fmt: skip
     _run("transport", Options(runs=runs, params=params), as_json=as_json)
+
+
+@app.command("server")
+def server(
+    *,
+    listen: Annotated[
+        str, typer.Option(metavar="URL", help="Where, and what is measured: tcp, tls, unix or ucx.")
+    ] = "tcp://127.0.0.1:8470",
+    walk: Walk = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """The other end of bench transport --connect, until it is stopped; with a bare TCP socket beside it.
+
+    Beyond loopback it needs --set wire.trusted_network=true, since whoever reaches it can use it.
+    """
+    from kvferry.bench.link.serve import serve_link
+
+    serve_link(listen, walk, load_and_log(config, sets))
 
 
 @app.command("device")

@@ -274,11 +274,11 @@ def options(**params: str | int) -> TransportOptions:
 
 def test_options() -> None:
     assert options(scheme="tcp").scenarios == tuple(
-        f"transport.tcp.{kind}" for kind in ("put", "get", "rpc", "batch", "rate")
+        f"transport.tcp.{kind}" for kind in ("put", "get", "roundtrip", "batch", "rate")
     )
     assert options(scenario="transport.unix.arena").scenarios == ("transport.unix.arena",)
-    assert options(address="tcp://10.0.0.1:8470").scenarios == tuple(
-        f"transport.tcp.{kind}" for kind in ("put", "get", "rpc")
+    assert options(connect="10.0.0.1").scenarios == tuple(
+        f"transport.tcp.{kind}" for kind in ("put", "get", "roundtrip", "batch")
     )
     assert set(options().scenarios) <= set(SCENARIOS)
     found = options(
@@ -300,7 +300,7 @@ def test_options() -> None:
         ({"lanes": "x"}, ConfigError, "--lanes"),
         ({"checksum": "md5"}, ConfigError, "off, xxh3"),
         ({"rate": "fast"}, ConfigError, "fast"),
-        ({"with": "redis"}, ConfigError, "mooncake"),
+        ({"with": "memcached"}, ConfigError, "mooncake, ucxx, redis"),
     ],
 )
 def test_options_that_cannot_be_used(params: dict[str, str], error: type[Exception], text: str) -> None:

@@ -11,26 +11,38 @@ from kvferry.core.errors import ConfigError
 
 
 def test_an_address_names_what_is_measured() -> None:
-    found = TransportOptions.of(Options(params={"address": "ucx://127.0.0.1:9"}))
-    assert found.scenarios == ("transport.ucx.put", "transport.ucx.get", "transport.ucx.rpc")
+    found = TransportOptions.of(Options(params={"connect": "ucx://127.0.0.1:9"}))
+    assert found.scenarios == tuple(f"transport.ucx.{kind}" for kind in ("put", "get", "roundtrip", "batch"))
     with pytest.raises(ConfigError, match="auto chooses by itself"):
-        TransportOptions.of(Options(params={"address": "auto://127.0.0.1:9"}))
+        TransportOptions.of(Options(params={"connect": "auto://127.0.0.1:9"}))
 
 
 def test_params_have_the_lanes_of_the_address() -> None:
     def of(address: str) -> list[tuple[int, str]]:
-        options = TransportOptions.of(Options(params={"address": address, "with": "none"}))
+        options = TransportOptions.of(Options(params={"connect": address, "with": "none"}))
         scheme = options.scenarios[0].split(".")[1]
-        return [(one.lanes, one.tls) for one in transport_link._Variant.of(scheme, options)]
+        return [(one.lanes, one.tls) for one in transport_link.Variant.of(scheme, options)]
 
     assert of("tcp://127.0.0.1:9?lanes=4") == [(4, "")]
     assert of("tcp://127.0.0.1:9") == [(1, "")]
     assert of("ucx://127.0.0.1:9?tls=tcp") == [(1, "tcp")]
 
 
+def test_a_bare_host_means_tcp_and_the_port_of_the_server() -> None:
+    def of(text: str) -> str:
+        return TransportOptions.of(Options(params={"connect": text})).address
+
+    assert of("10.0.0.1") == "tcp://10.0.0.1:8470"
+    assert of("::1") == "tcp://[::1]:8470"
+    assert of("node-7:9") == "tcp://node-7:9"
+    assert of("ucx://node-7?require=rdma") == "ucx://node-7:8470?require=rdma"
+    with pytest.raises(ConfigError, match="inproc"):
+        of("inproc://x")
+
+
 def test_lanes_beside_an_address_are_refused() -> None:
     with pytest.raises(ConfigError, match="part of the address"):
-        TransportOptions.of(Options(params={"address": "tcp://127.0.0.1:9", "lanes": "4"}))
+        TransportOptions.of(Options(params={"connect": "tcp://127.0.0.1:9", "lanes": "4"}))
 
 
 def test_auto_is_not_served() -> None:

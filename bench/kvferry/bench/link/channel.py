@@ -30,6 +30,7 @@ class Link:
         nbytes: Of a part.
         walk_nbytes: What each end walks through.
         checksum: Whether payloads carry one.
+        verify: Whether every byte of every operation is compared by who received it, within its time.
         peer_cpu_s: Processor seconds of the peer so far, where they are known.
 
     Attributes:
@@ -45,6 +46,7 @@ class Link:
         walk_nbytes: int,
         *,
         checksum: bool,
+        verify: bool = False,
         peer_cpu_s: Callable[[], float] | None = None,
     ) -> None:
         self._address = address
@@ -52,6 +54,7 @@ class Link:
         self._memory = LinkMemory(nbytes, walk_nbytes)
         self._nbytes = nbytes
         self._peer_cpu_s = peer_cpu_s
+        self._verify = verify
         self._channel: Channel | None = None
         self._asked = (Operation.PUT, 0, False)
         self._request: tuple[int, ...] = ()
@@ -98,13 +101,15 @@ class Link:
     def _timed(self, operation: Operation, batch: int, count: int) -> Sample:
         self.operations += count
         self._open()
-        calls = (partial(self._do, operation, batch) for _ in range(count))
+        calls = (partial(self._do, operation, batch, verify=self._verify) for _ in range(count))
         return timed(calls, self._failed, self._cpu_s)
 
     def _cpu_s(self) -> float:
         return time.process_time() + (self._peer_cpu_s() if self._peer_cpu_s is not None else 0.0)
 
-    def _failed(self, _: KVFerryError) -> None:
+    def _failed(self, error: KVFerryError) -> None:
+        if self._verify and isinstance(error, CorruptBlockError):
+            raise error  # no failure to leave out: what was asked for is whether this happens
         self.failed += 1
         if self._channel is not None:
             self._channel.abort()

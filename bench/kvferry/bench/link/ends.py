@@ -19,6 +19,7 @@ from kvferry.bench.own_cpu import cpu_pair
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError
+from kvferry.testing.redis_server import RedisServer
 from kvferry.wire import Channel, ChannelOptions
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class LinkEnds:
         self._found: dict[tuple[str, str, bool], Ends] = {}
         self._bare: dict[tuple[str, bool], tuple[str, Callable[[int], BareLink]]] = {}
         self._ucxx: PeerProcess | None = None
+        self._redis: RedisServer | None = None
         self._folder: Path | None = None
         self._files: Certificates | None = None
 
@@ -159,6 +161,12 @@ class LinkEnds:
         assert isinstance(address, tuple)
         config = context_config(Options((("TLS", tls),)))
         return UcxxLink(address, config, WINDOW, nbytes, self._walk_nbytes, server_cpu_s=self._ucxx.cpu_s)
+
+    def redis(self) -> int:
+        """The port of a Valkey server of our own."""
+        if self._redis is None:
+            self._redis = self._stack.enter_context(RedisServer())
+        return self._redis.port
 
     def _path(self, name: str) -> Path:
         if self._folder is None:  # short: a socket's path has a limit

@@ -2,7 +2,7 @@
 
 As a child process it reads what to serve as one line of JSON, prints one line with the addresses, and ends
 when its standard input closes (so it never outlives the benchmark). On another machine
-``kvferry bench transport --serve tcp://0.0.0.0:8470`` runs the same until it is stopped.
+``kvferry bench server`` runs the same until it is stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``kvferry bench transport --serve``: the other end of the benchmark on a machine of its own."""
+"""``kvferry bench server``: the other end of the benchmark on a machine of its own."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def serve_link(url: str, walk: str | None, config: Config) -> None:
     """
     if parse_url(url, default_port=0).scheme == "auto":
         raise ConfigError(
-            f"--serve {url}: what is measured has to be named, and --address takes no auto; serve tcp, tls, "
+            f"--listen {url}: what is measured has to be named, and --connect takes no auto; serve tcp, tls, "
             "unix or ucx"
         )
-    require_loopback(url, "--serve", trusted_network=config.wire.trusted_network)
+    require_loopback(url, "--listen", trusted_network=config.wire.trusted_network)
     stop = StopSignal()
     try:
         server = open_servers(url, bare_walk_nbytes=parse_nbytes(walk) if walk else COLD_NBYTES)
     except ConnectError as error:
-        raise listening(error, url, "--serve") from error
+        raise listening(error, url, "--listen") from error
     try:
         print_ready("bench", listen=server.address)
         stop.wait()

@@ -12,6 +12,7 @@ from typing import Protocol
 from kvferry.bench.ceilings import COLD_NBYTES
 from kvferry.bench.link.ends import LinkEnds
 from kvferry.bench.link.mooncake import MooncakeTe
+from kvferry.bench.link.redis import redis_problem
 from kvferry.bench.pairing import MIN_RUNS, Progress
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Result
@@ -22,19 +23,23 @@ from kvferry.core.nearest import did_you_mean
 from kvferry.core.units import parse_nbytes, parse_rate
 from kvferry.transports import registry
 
-__all__ = ["DEFAULT_SIZES", "SCENARIOS", "SCHEMES", "TransportOptions", "run"]
+__all__ = ["DEFAULT_PORT", "DEFAULT_SIZES", "SCENARIOS", "SCHEMES", "TransportOptions", "is_installed", "run"]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB"
 SCHEMES = ("tcp", "tls", "unix", "ucx", "inproc")
-ALTERNATIVES = ("mooncake", "ucxx")
-_KINDS = ("put", "get", "rpc")
+ALTERNATIVES = ("mooncake", "ucxx", "redis")
+DEFAULT_PORT = 8470
+_KINDS = ("put", "get", "roundtrip", "batch")
 _CHECKSUMS = ("off", "xxh3")
 SCENARIOS = {
-    **{f"transport.{scheme}.{kind}": "transport_link:run_link" for scheme in SCHEMES for kind in _KINDS},
-    "transport.tcp.batch": "transport_tcp:run_batch",
-    "transport.tcp.rate": "transport_tcp:run_rate",
+    **{
+        f"transport.{scheme}.{kind}": "transport_batch:run" if kind == "batch" else "transport_link:run_link"
+        for scheme in SCHEMES
+        for kind in _KINDS
+    },
+    "transport.tcp.rate": "transport_rate:run",
     "transport.unix.arena": "transport_arena:run",
     "transport.mooncake.write": "transport_windows:run_windows",
     "transport.mooncake.read": "transport_windows:run_windows",
@@ -55,8 +60,9 @@ class TransportOptions:
         warmup: Rounds before them.
         walk_nbytes: What both ends walk through; below 256 MiB they are not cold.
         run_nbytes: What a round moves, about.
-        requests: Requests of a round of ``rpc``.
-        address: A peer on another machine; empty: a child process.
+        requests: Requests of a round of ``roundtrip``.
+        verify: Every operation of the rounds is compared too, within its time.
+        address: A server on another machine; empty: a child process.
         alternatives: Others that are measured beside, where they are installed.
         rate: Bytes a second of ``transport.tcp.rate``.
         seconds: How long each of its runs takes.
@@ -72,6 +78,7 @@ class TransportOptions:
     walk_nbytes: int = COLD_NBYTES
     run_nbytes: int = 64 << 20
     requests: int = 500
+    verify: bool = False
     address: str = ""
     alternatives: tuple[str, ...] = ()
     rate: str = "100MB/s"
@@ -84,11 +91,11 @@ class TransportOptions:
         Raises:
             ConfigError: For a value that cannot be used.
         """
-        address = str(options.param("address", ""))
+        address = _server(str(options.param("connect", "")))
         walk = parse_nbytes(options.param("walk", COLD_NBYTES))
         if address and str(options.param("lanes", "")):
             raise ConfigError(
-                "--lanes beside --address: the lanes are part of the address, as in tcp://host:port?lanes=4"
+                "--lanes beside --connect: the lanes are part of the address, as in tcp://host:port?lanes=4"
             )
         rate = str(options.param("rate", "100MB/s"))
         parse_rate(rate)
@@ -103,11 +110,29 @@ class TransportOptions:
             walk_nbytes=walk,
             run_nbytes=max(1, min(64 << 20, walk // 4)),
             requests=int(options.param("requests", 500)),
+            verify=bool(options.param("verify", False)),
             address=address,
             alternatives=_alternatives(options),
             rate=rate,
             seconds=float(options.param("seconds", 5.0)),
         )
+
+
+def _server(text: str) -> str:
+    """The URL of ``HOST``, ``HOST:PORT`` or a URL; empty for none.
+
+    Raises:
+        ConfigError: If it is malformed, or of something that is not measured between machines.
+    """
+    if not text:
+        return ""
+    address = parse_url(text, default_port=DEFAULT_PORT)
+    if address.scheme not in SCHEMES or address.scheme == "inproc":
+        raise ConfigError(
+            f"--connect {text}: what is measured has to be named, one of tcp, tls, unix, ucx"
+            + ("; auto chooses by itself" if address.scheme == "auto" else "")
+        )
+    return address.url
 
 
 def _words(options: Options, name: str, default: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -134,7 +159,9 @@ def _alternatives(options: Options) -> tuple[str, ...]:
 def _problem_with(alternative: str) -> str:
     if alternative == "mooncake":
         return MooncakeTe.problem()
-    return "" if _is_installed("ucx") else "ucxx is not installed: the extra ucx has it"
+    if alternative == "redis":
+        return redis_problem()
+    return "" if is_installed("ucx") else "ucxx is not installed: the extra ucx has it"
 
 
 def _numbers(options: Options, name: str, default: str) -> tuple[int, ...]:
@@ -164,19 +191,14 @@ def _scenarios(options: Options, address: str) -> tuple[str, ...]:
     if name:
         return (name,)
     if address:
-        scheme = parse_url(address, default_port=0).scheme
-        if scheme not in SCHEMES:
-            raise ConfigError(
-                f"--address {address}: what is measured has to be named, one of {', '.join(SCHEMES)}"
-                + ("; auto chooses by itself" if scheme == "auto" else "")
-            )
-        return tuple(f"transport.{scheme}.{kind}" for kind in _KINDS)
+        return tuple(f"transport.{parse_url(address).scheme}.{kind}" for kind in _KINDS)
     asked = _words(options, "scheme", "", (*SCHEMES, "mooncake"))
-    schemes = asked or tuple(scheme for scheme in SCHEMES if _is_installed(scheme))
+    schemes = asked or tuple(scheme for scheme in SCHEMES if is_installed(scheme))
     return tuple(found for found in SCENARIOS if found.split(".")[1] in schemes)
 
 
-def _is_installed(scheme: str) -> bool:
+def is_installed(scheme: str) -> bool:
+    """Whether the transport of ``scheme`` can be used here."""
     try:
         registry.load(scheme)
     except (PluginUnavailableError, UnknownPluginError):

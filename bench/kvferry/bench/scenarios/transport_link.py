@@ -1,4 +1,4 @@
-"""``transport.<scheme>.put``, ``.get`` and ``.rpc``: messages over a channel, beside a bare socket."""
+"""``transport.<scheme>.put``, ``.get`` and ``.roundtrip``: messages over a channel, beside a bare socket."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvferry.bench.link.channel import Link
 from kvferry.bench.link.ends import Ends, LinkEnds
 from kvferry.bench.link.memory import parts_at_once
 from kvferry.bench.link.mooncake import MooncakeTe
+from kvferry.bench.link.redis import RedisLink
 from kvferry.bench.link.requests import Operation
 from kvferry.bench.own_cpu import on_cpu
 from kvferry.bench.pairing import Progress, run_paired
@@ -22,11 +23,12 @@ from kvferry.bench.scenarios.transport import TransportOptions
 from kvferry.core.address import parse_url
 from kvferry.transports.lanes import parse_lanes
 
-__all__ = ["link_params", "measure", "run_link"]
+__all__ = ["Series", "Variant", "link_params", "measure", "run_link"]
 
-_RPC_NBYTES = 4096
+_ROUNDTRIP_NBYTES = 4096
 _UCX_TLS = ("posix,cma", "tcp")
-_RPC_WALK_NBYTES = 16 << 20
+_ROUNDTRIP_WALK_NBYTES = 16 << 20
+_ON_OWN_CPU = ("subject", "one_lane", "one_message")
 _PINNED = ("tcp", "tls", "unix")  # with one lane: one thread at each end
 
 
@@ -54,7 +56,7 @@ def link_params(
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
+class Variant:
     """One way to use a scheme.
 
     Attributes:
@@ -71,7 +73,7 @@ class _Variant:
         return f"tls={self.tls}" if self.tls else f"lanes={self.lanes}" if self.lanes > 1 else ""
 
     @classmethod
-    def of(cls, scheme: str, options: TransportOptions) -> list[_Variant]:
+    def of(cls, scheme: str, options: TransportOptions) -> list[Variant]:
         """Those of ``scheme`` that are to be measured; a peer on another machine has one, its address's."""
         if options.address:
             given = parse_url(options.address, default_port=0).options
@@ -85,25 +87,28 @@ class _Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class _Series:
+class Series:
     """What is the same for all sizes of one scenario."""
 
     scenario: str
-    variant: _Variant
+    variant: Variant
     checksum: str
     options: TransportOptions
     peers: LinkEnds
 
     @property
     def scheme(self) -> str:
+        """What is measured."""
         return self.scenario.split(".")[1]
 
     @property
     def kind(self) -> str:
+        """The scenario's last word."""
         return self.scenario.split(".")[2]
 
     @property
     def other(self) -> Ends:
+        """The other end."""
         return self.peers.of(self.scheme, self.variant.url_options, pinned=self.pinned)
 
     @property
@@ -112,11 +117,16 @@ class _Series:
         return self.scheme in _PINNED
 
     def link(self, other: Ends, nbytes: int, walk_nbytes: int) -> Link:
-        with_checksum = self.checksum == "xxh3"
-        return Link(other.address, nbytes, walk_nbytes, checksum=with_checksum, peer_cpu_s=other.cpu_s)
+        """A subject: a connection to ``other`` for parts of ``nbytes``."""
+        return Link(
+            other.address, nbytes, walk_nbytes,
+            checksum=self.checksum == "xxh3", verify=self.options.verify, peer_cpu_s=other.cpu_s,
+        )  # fmt: skip
 
     def params(self, nbytes: int, batch: int) -> dict[str, Param]:
+        """What changes the work."""
         found = link_params(self.scheme, nbytes, batch, self.variant.lanes, self.checksum, self.options)
+        found["verify"] = self.options.verify
         if self.variant.tls:
             found["tls"] = self.variant.tls
         return found if self.other.cpu is None else {**found, "pinned": True}
@@ -124,7 +134,7 @@ class _Series:
     def run(self, name: str, run: Callable[[], Sample]) -> Callable[[], Sample]:
         """``run`` on the CPU of this end, if that is given to it: others have threads of their own."""
         other = self.other
-        if other.cpu is None or other.bare is None or name not in ("subject", "one_lane", other.bare[0]):
+        if other.cpu is None or other.bare is None or name not in (*_ON_OWN_CPU, other.bare[0]):
             return run
         return on_cpu(other.cpu, {name: run})[name]
 
@@ -134,18 +144,18 @@ def run_link(
 ) -> Iterator[Result]:
     """One scenario over all sizes, batches, variants and checksums."""
     _, scheme, kind = scenario.split(".")
-    for variant in _Variant.of(scheme, options):
+    for variant in Variant.of(scheme, options):
         for checksum in options.checksums:
-            series = _Series(scenario, variant, checksum, options, peers)
-            if kind == "rpc":
-                yield _rpc(series, progress)
+            series = Series(scenario, variant, checksum, options, peers)
+            if kind == "roundtrip":
+                yield _roundtrip(series, progress)
                 continue
             for nbytes in options.sizes:
                 with contextlib.ExitStack() as stack:
                     yield from _moves(series, _movers(series, nbytes, stack), nbytes, progress)
 
 
-def _movers(series: _Series, nbytes: int, stack: contextlib.ExitStack) -> dict[str, _Mover]:
+def _movers(series: Series, nbytes: int, stack: contextlib.ExitStack) -> dict[str, _Mover]:
     """The subject and its baselines for one size, closed with ``stack``."""
     options, other = series.options, series.other
     walk = options.walk_nbytes
@@ -162,9 +172,13 @@ def _movers(series: _Series, nbytes: int, stack: contextlib.ExitStack) -> dict[s
         stack.callback(single.close)
         movers["one_lane"] = single
     if series.variant.tls and "ucxx" in options.alternatives and not options.address:
-        bare_ucxx = series.peers.ucxx(series.variant.tls, nbytes)
-        stack.callback(bare_ucxx.close)
-        movers["bare_ucxx"] = bare_ucxx
+        ucxx = series.peers.ucxx(series.variant.tls, nbytes)
+        stack.callback(ucxx.close)
+        movers["ucxx"] = ucxx
+    if series.scheme == "tcp" and "redis" in options.alternatives and not options.address:
+        redis = RedisLink(nbytes, walk, series.peers.redis())
+        stack.callback(redis.close)
+        movers["redis"] = redis
     if series.scheme == "tcp" and "mooncake" in options.alternatives and not options.address:
         mooncake = MooncakeTe(nbytes, walk)
         stack.callback(mooncake.close)
@@ -172,9 +186,7 @@ def _movers(series: _Series, nbytes: int, stack: contextlib.ExitStack) -> dict[s
     return movers
 
 
-def _moves(
-    series: _Series, movers: Mapping[str, _Mover], nbytes: int, progress: Progress
-) -> Iterator[Result]:
+def _moves(series: Series, movers: Mapping[str, _Mover], nbytes: int, progress: Progress) -> Iterator[Result]:
     """Puts, or gets, of one size."""
     options = series.options
     walk = options.walk_nbytes
@@ -220,19 +232,19 @@ def measure(
     return summarise(scenario, params, "GB/s", values, samples=samples["subject"], verified=verified)
 
 
-def _rpc(series: _Series, progress: Progress) -> Result:
+def _roundtrip(series: Series, progress: Progress) -> Result:
     """Requests and answers of 4 KiB; the value is a round's median."""
     options, other = series.options, series.other
     with contextlib.ExitStack() as stack:
-        link = series.link(other, _RPC_NBYTES, min(options.walk_nbytes, _RPC_WALK_NBYTES))
+        link = series.link(other, _ROUNDTRIP_NBYTES, min(options.walk_nbytes, _ROUNDTRIP_WALK_NBYTES))
         stack.callback(link.close)
         subjects = {"subject": series.run("subject", partial(link.echo, options.requests))}
         if other.bare is not None:
             name, make = other.bare
-            bare = make(_RPC_NBYTES)
+            bare = make(_ROUNDTRIP_NBYTES)
             stack.callback(bare.close)
             subjects[name] = series.run(name, partial(bare.echo, options.requests))
-        params = series.params(_RPC_NBYTES, 1)
+        params = series.params(_ROUNDTRIP_NBYTES, 1)
         samples = run_paired(
             subjects,
             runs=options.runs,

@@ -1,10 +1,9 @@
-"""``transport.tcp.batch`` and ``transport.tcp.rate``."""
+"""``transport.tcp.rate``: connections whose rate is limited."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 
 from kvferry.bench.link.channel import Link
 from kvferry.bench.link.ends import LinkEnds
@@ -12,53 +11,18 @@ from kvferry.bench.link.requests import Operation
 from kvferry.bench.pairing import Progress
 from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.bench.scenarios.transport import TransportOptions
-from kvferry.bench.scenarios.transport_link import link_params, measure
+from kvferry.bench.scenarios.transport_link import link_params
 from kvferry.core.units import parse_rate
 
-__all__ = ["run_batch", "run_rate"]
+__all__ = ["run"]
 
-_PART_NBYTES = 64 << 10
-_PARTS = 64
 _RATE_LANES = (1, 4)
 _RATE_RUNS = 3
 _RATE_PART_NBYTES = 1 << 20
 _RATE_MESSAGE_NBYTES = 1 << 30
 
 
-def run_batch(
-    scenario: str, options: TransportOptions, peers: LinkEnds, progress: Progress
-) -> Iterator[Result]:
-    """64 parts of 64 KiB in one message, beside one part of 4 MiB."""
-    other = peers.of("tcp")
-    whole_nbytes = _PARTS * _PART_NBYTES
-    walk = max(options.walk_nbytes, whole_nbytes)
-    messages = max(1, options.run_nbytes // whole_nbytes)
-    for checksum in options.checksums:
-        with contextlib.ExitStack() as stack:
-            parts, whole = (
-                Link(other.address, nbytes, walk, checksum=checksum == "xxh3", peer_cpu_s=other.cpu_s)
-                for nbytes in (_PART_NBYTES, whole_nbytes)
-            )
-            stack.callback(parts.close)
-            stack.callback(whole.close)
-            subjects = {
-                "subject": partial(parts.put, _PARTS, messages),
-                "one_message": partial(whole.put, 1, messages),
-            }
-            if other.bare is not None:
-                name, make = other.bare
-                bare = make(_PART_NBYTES)
-                stack.callback(bare.close)
-                subjects[name] = partial(bare.put, _PARTS, messages)
-            params = link_params("tcp", _PART_NBYTES, _PARTS, 1, checksum, options)
-            yield measure(
-                scenario, params, subjects, parts, options, progress, operation=Operation.PUT, count=messages
-            )
-
-
-def run_rate(
-    scenario: str, options: TransportOptions, peers: LinkEnds, progress: Progress
-) -> Iterator[Result]:
+def run(scenario: str, options: TransportOptions, peers: LinkEnds, progress: Progress) -> Iterator[Result]:
     """A connection that is limited, over some seconds; the ratio is that to the rate that was asked for.
 
     A run is one message, up to 1 GiB, so that nothing waits for the peer in between.
