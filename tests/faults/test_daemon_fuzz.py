@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import random
 import re
-import socket
 import struct
 import time
 from collections import Counter
@@ -15,7 +13,6 @@ from typing import NamedTuple
 import pytest
 
 from kvferry.client import Client, ClientOptions
-from kvferry.core.address import parse_url
 from kvferry.core.keys import block_keys
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
 from kvferry.daemon.credentials import CredentialFile, Limits, edited, new_credential
@@ -23,6 +20,7 @@ from kvferry.testing.blocks import save_blocks, small_spec
 from kvferry.testing.daemon_frames import daemon_frames
 from kvferry.testing.daemon_requests import daemon_requests, opening
 from kvferry.testing.processes import Command
+from kvferry.testing.raw_sockets import answer_to
 from kvferry.wire import ChannelOptions, WireProtocol
 from kvferry.wire.protocol import HEADER_NBYTES, MAGIC, TRAILER_NBYTES, Side
 from kvferry.wire.shared_arena import SHARED_ARENA
@@ -67,19 +65,7 @@ def answers_to(data: bytes, address: str) -> list[str]:
     The end of what is sent follows at once, so that the daemon waits for no more. What it answers is read to
     its end: who leaves before is not let in, and none of his frames are read.
     """
-    came, url = bytearray(), parse_url(address, default_port=0)
-    unix = address.startswith("unix:")
-    with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as sock:
-        sock.settimeout(60)
-        sock.connect(address.removeprefix("unix://") if unix else (url.host, url.port))
-        try:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            while got := sock.recv(1 << 18):
-                came += got
-        except OSError as error:
-            if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
-                raise  # else it has hung up
+    came = answer_to(address, data)
     names: list[str] = []
     at = 0
     while (at := came.find(MAGIC, at)) >= 0 and at + HEADER_NBYTES <= len(came):  # bytes go with descriptors

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import random
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.daemon_http import Port
-from kvferry.core.address import parse_url
 from kvferry.daemon.credentials import CredentialFile, Limits, edited, new_credential
 from kvferry.testing.processes import Command
+from kvferry.testing.raw_sockets import answer_to
 
 TOKEN = "a-token-for-the-fuzz-test"
 GET = "GET {} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAccept: */*\r\n\r\n"
@@ -69,18 +67,6 @@ def mutated(chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def send(address: tuple[str, int], data: bytes) -> None:
-    with socket.create_connection(address, timeout=30) as sock:
-        try:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(65536):
-                pass
-        except OSError as error:
-            if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
-                raise
-
-
 SOAK = [pytest.mark.soak, pytest.mark.timeout(7200)]
 
 
@@ -108,16 +94,15 @@ def test_mutated_requests_do_no_harm(tmp_path: Path, count: int, guarded: bool) 
         words += ["--credentials", f"{tmp_path}/c.json"]
     with Command(*words) as daemon:
         url = daemon.wait_ready()["http"]
-        parsed, port = parse_url(url, default_port=0), Port(url, str(token))
-        address = (parsed.host, parsed.port or 0)
+        port = Port(url, str(token))
         for seed in SEEDS:
-            send(address, seed.encode())
+            answer_to(url, seed.encode())
         before = port.status().process.resident_nbytes
         chance = random.Random(count)
         with ThreadPoolExecutor(16) as pool:  # a wrong token is answered late
             for start in range(0, count, 1000):
                 batch = [mutated(chance) for _ in range(min(1000, count - start))]
-                list(pool.map(partial(send, address), batch))
+                list(pool.map(partial(answer_to, url), batch))
         status = port.status()
         assert status.process.resident_nbytes - before < 16 << 20
         assert not status.draining or port.ask("GET", "/live")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from kvferry.engine.pools import ChannelPools
 from kvferry.engine.tiny import make_tiny
 from kvferry.engine.weights import load_model
 from kvferry.testing.deployment import SplitDeployment
+from kvferry.testing.pickles import telling_pickle
 from kvferry.testing.processes import Command
 from kvferry.wire import ChannelOptions
 from kvferry.wire.messages import (
@@ -398,24 +398,11 @@ def test_clients_that_leave_at_any_moment_leave_nothing(split: SplitDeployment, 
         assert "Traceback" not in process.err
 
 
-class Marker:
-    """Would make a file if anything unpickled it (case C125)."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.path,))
-
-
 def test_garbage_and_pickles_on_every_port_change_nothing(
     split: SplitDeployment, single: Single, tmp_path: Path
 ) -> None:
     marker = tmp_path / "marker"
-    assert pickle.loads(pickle.dumps(Marker(marker))) is None
-    assert marker.exists()
-    marker.unlink()
-    bad = pickle.dumps(Marker(marker))
+    bad = telling_pickle(marker)
     rng = np.random.default_rng(0)
     for which in ("prefill", "decode", "kv", "gateway"):
         for data in (

@@ -77,29 +77,23 @@ for capability in range(64):
     libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
 os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
 """
-HOLDER = """
-import sys
-from kvferry.daemon.main import hide_memory
-if sys.argv[1] == "hidden":
-    hide_memory()
-print("here", flush=True)
-sys.stdin.read()
-"""
 LOOKER = """
 import os, subprocess, sys
-for mode in ("open", "hidden"):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", sys.argv[1], mode], **pipes) as holder:
-        holder.stdout.readline()
+folder = sys.argv[1]
+serve = [sys.executable, "-m", "kvferry.cli", "serve", "--disk", "none", "--http", "none"]
+for mode, more in ("open", []), ("hidden", ["--credentials", folder + "/c.json"]):
+    own = [*serve, "--set", "daemon.listen=none", "--socket", folder + "/" + mode + ".sock", *more]
+    with subprocess.Popen(own, stdout=subprocess.PIPE) as daemon:
+        assert b"ready" in daemon.stdout.readline()
         reached = []
         for name in ("mem", "maps", "fd/0", "environ"):
             try:
-                os.close(os.open(f"/proc/{holder.pid}/{name}", os.O_RDONLY | os.O_NONBLOCK))
+                os.close(os.open(f"/proc/{daemon.pid}/{name}", os.O_RDONLY | os.O_NONBLOCK))
                 reached.append(name)
             except OSError:
                 pass
         print(mode, *reached)
-        holder.stdin.close()
+        daemon.terminate()
 """
 
 
@@ -160,7 +154,8 @@ def daemon(site: Site) -> Iterator[Command]:
             assert Path(site.token(tenant)).read_text().strip()[18:] not in command.err + command.out
 
 
-def test_a_process_of_b_finds_nothing_of_a_in_what_it_can_map(site: Site, daemon: Command) -> None:
+def scanned_by_both(site: Site) -> tuple[dict[str, int], dict[str, int]]:
+    """What a process of A, who has saved a pattern, finds of it in all that it can map, and one of B."""
     with site.client("a") as client:
         ns = client.namespace(SPEC)
         keys = ns.keys(range(64))
@@ -169,24 +164,41 @@ def test_a_process_of_b_finds_nothing_of_a_in_what_it_can_map(site: Site, daemon
         assert ns.save(blocks, parent=None, deadline=deadline_in(20)) == len(keys)
         script = [sys.executable, "-c", SCANNER, f"unix://{site.folder}/d.sock"]
 
-        def scan(tenant: str) -> dict[str, object]:
+        def scan(tenant: str) -> dict[str, int]:
             turned = bytes(255 - value for value in PATTERN).hex()
             words = [*script, site.token(tenant), turned]
             done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
-            found: dict[str, object] = json.loads(done.stdout)
+            found: dict[str, int] = json.loads(done.stdout)
+            assert found["shared_nbytes"] >= SPEC.block_nbytes * len(keys)
             return found
 
         own, other = scan("a"), scan("b")
-    assert own["prefix"] == len(keys)
-    assert int(str(own["marks"])) > 0, "the scan finds what there is"
+        assert own["prefix"] == len(keys)
+        return own, other
+
+
+def test_a_process_of_b_finds_nothing_of_a_in_what_it_can_map(site: Site, daemon: Command) -> None:
+    own, other = scanned_by_both(site)
+    assert own["marks"] > 0, "the scan finds what there is"
     assert other["prefix"] == 0
-    assert int(str(other["shared_nbytes"])) >= SPEC.block_nbytes * len(keys)
     assert other["marks"] == 0
     assert daemon.process.poll() is None
 
 
-def test_a_daemon_with_credentials_is_opaque_to_other_processes_of_its_user() -> None:
-    words = [sys.executable, "-c", WITHOUT_POWERS, LOOKER, HOLDER]
+def test_nor_in_copy_mode(tmp_path: Path) -> None:
+    """Clients map the memory for reading, and give the daemon memory of theirs to copy from."""
+    for tenant in ("a", "b"):
+        add(tmp_path, tenant, tenant)
+    own = Site(tmp_path, ("--credentials", f"{tmp_path}/c.json", "--disk", "none"))
+    with own.serve("--set", "daemon.arena=copy") as command:
+        command.wait_ready()
+        mine, other = scanned_by_both(own)
+    assert mine["marks"] > 0
+    assert (other["prefix"], other["marks"]) == (0, 0)
+
+
+def test_a_daemon_with_credentials_is_opaque_to_other_processes_of_its_user(site: Site) -> None:
+    words = [sys.executable, "-c", WITHOUT_POWERS, LOOKER, str(site.folder)]
     done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["open mem maps fd/0 environ", "hidden"]
 

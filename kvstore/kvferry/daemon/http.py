@@ -165,8 +165,9 @@ class DaemonHttp:
 
     # ---- the application ---------------------------------------------------------------------------
 
-    def _app(self) -> ASGIApp:
-        routes: dict[str, Endpoint] = {
+    def routes(self) -> list[Route]:
+        """Every path that it answers."""
+        shown: dict[str, Endpoint] = {
             "/": self._index,
             "/live": self._live,
             "/ready": self._ready,
@@ -174,16 +175,14 @@ class DaemonHttp:
             "/metrics": self._show_metrics,
             "/events": self._events,
         }
-        app = Starlette(
-            routes=[
-                *(Route(path, self._contained(path, endpoint)) for path, endpoint in routes.items()),
-                *(
-                    Route(f"/admin/{v}", self._contained(f"/admin/{v}", self._admin(v)), methods=["POST"])
-                    for v in VERBS
-                ),
-            ],
-            exception_handlers={HTTPException: self._http_error},
-        )
+        verbs = {f"/admin/{verb}": self._admin(verb) for verb in VERBS}
+        return [
+            *(Route(path, self._contained(path, endpoint)) for path, endpoint in shown.items()),
+            *(Route(path, self._contained(path, verb), methods=["POST"]) for path, verb in verbs.items()),
+        ]
+
+    def _app(self) -> ASGIApp:
+        app = Starlette(routes=self.routes(), exception_handlers={HTTPException: self._http_error})
         return self._for_known_hosts(app)
 
     def _for_known_hosts(self, app: ASGIApp) -> ASGIApp:

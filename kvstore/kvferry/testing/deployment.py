@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +15,7 @@ from kvferry.core.buffers import Buf
 from kvferry.core.clock import deadline_in, is_past
 from kvferry.core.errors import KVFerryError, TransferTimeoutError
 from kvferry.testing.processes import Command
+from kvferry.testing.raw_sockets import answer_to
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire.messages import Message, Status, StatusReport
 
@@ -199,18 +198,7 @@ class SplitDeployment:
 
     def raw(self, which: str, data: bytes) -> bytes:
         """Send bytes to a port, say that there are no more, and return what came back until the end."""
-        url = urlsplit(self.addresses[which])
-        with socket.create_connection((url.hostname or "", url.port or 0), 10.0) as sock:
-            try:
-                sock.sendall(data)
-                with contextlib.suppress(OSError):  # closed by the peer already
-                    sock.shutdown(socket.SHUT_WR)
-                found = b""
-                while piece := sock.recv(65536):
-                    found += piece
-            except ConnectionError:
-                return b""
-        return found
+        return answer_to(self.addresses[which], data)
 
 
 def is_idle(status: StatusReport) -> bool:

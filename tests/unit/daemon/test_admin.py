@@ -14,7 +14,7 @@ from kvferry.cli.daemon_http import Port
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, RequestError, UnavailableError
 from kvferry.core.keys import BlockKey
-from kvferry.daemon.admin import Clear, Drain, Evict, Pin, Reload
+from kvferry.daemon.admin import VERBS, Clear, Drain, Evict, Pin, Reload
 from kvferry.daemon.token import AdminToken, read_token, token_path
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
 
@@ -46,6 +46,22 @@ def test_nobody_changes_anything_without_the_token(
         running.port.ask("POST", "/admin/clear", b"{}", {} if header is None else {"authorization": header})
     assert running.port.status().tenants[0].entries == 8
     assert not any(word in caplog.text for word in ("correct-horse", "Bearer", "wrong"))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_is_done_without_the_token(running: Running, verb: str) -> None:
+    for given in ({}, {"authorization": "Bearer wrong"}):
+        with pytest.raises(RequestError, match="401"):
+            running.port.ask("POST", f"/admin/{verb}", b"{}", given)
+
+
+def test_the_port_has_these_paths_and_no_others(running: Running) -> None:
+    routes = running.http.routes()
+    posts = {route.path for route in routes if route.methods == {"POST"}}
+    assert {route.path for route in routes} - posts == {
+        "/", "/live", "/ready", "/status", "/metrics", "/events"
+    }  # fmt: skip
+    assert posts == {f"/admin/{verb}" for verb in ("clear", "pin", "evict", "drain", "reload")}
 
 
 def test_clear_forgets_in_all_tiers(running: Running, admin: Port) -> None:
