@@ -1,6 +1,6 @@
 """Clients of the cache daemon: :class:`Client` blocks, :class:`AsyncClient` is the same for asyncio."""
 
-from kvferry.client.aio import AsyncClient, AsyncView
+from kvferry.client.aio import AsyncClient, AsyncJob, AsyncView
 from kvferry.client.client import Client, default_url
 from kvferry.client.leases import ClientReadLease, ClientWriteLease
 from kvferry.client.load_job import LoadJob
@@ -13,6 +13,7 @@ from kvferry.client.save_job import SaveJob
 
 __all__ = [
     "AsyncClient",
+    "AsyncJob",
     "AsyncView",
     "BlockMover",
     "Client",

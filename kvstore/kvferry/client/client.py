@@ -135,7 +135,7 @@ class Client:
         Raises:
             UnavailableError: If the daemon is away.
         """
-        deadline = deadline_in(self.link.options.call_timeout_s)
+        deadline = self.link.call_deadline()
         number = int(lease_id, 16)
         with self.link.line(deadline) as line:
             inline = not line.shares
@@ -167,6 +167,11 @@ class Client:
         self._prefetches += 1
         self._prefetched_at = time.monotonic()
 
+    @property
+    def prefetches(self) -> int:
+        """Prefetches whose end :meth:`poll` has not reported."""
+        return self._prefetches
+
     def poll(self) -> list[Completion]:
         """What ended in the background since the last call: jobs of regions, and prefetches.
 
@@ -182,7 +187,7 @@ class Client:
         self._polled_at = now
         if now - self._prefetched_at > _PREFETCH_S:
             self._prefetches = 0
-        deadline = deadline_in(self.link.options.call_timeout_s)
+        deadline = self.link.call_deadline()
         try:
             with self.link.line(deadline) as line:
                 request = d.PollStore(ended=line.take_ended(), abandoned=line.take_abandoned())
@@ -210,7 +215,7 @@ class Client:
 
     def stats(self) -> Stats:
         """Counters and gauges of the tenant's store; zeros while the daemon is away."""
-        deadline = deadline_in(self.link.options.call_timeout_s)
+        deadline = self.link.call_deadline()
         try:
             with self.link.line(deadline) as line:
                 request = d.GetStats(ended=line.take_ended(), abandoned=line.take_abandoned())

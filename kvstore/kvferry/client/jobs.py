@@ -6,7 +6,8 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvferry.core.blockstore import Lease
@@ -66,6 +67,7 @@ class Job(ABC):
         self._pieces: deque[Piece] = deque()
         self._flying: deque[tuple[Piece, Copying]] = deque()
         self._layers_done: set[int] = set()
+        self._watchers: dict[object, Callable[[], None]] = {}
         self._over = self._ending = self._busy = self._claimed = self._renewing = False
         self._renew_at, self._span = _NEVER, 0.0
         self.nbytes = 0
@@ -114,14 +116,38 @@ class Job(ABC):
         is under way on a device. Of a job that is over nothing changes; one that was loaded stays so, and
         a save whose layers have all been read goes on by itself, since that touches the region no more.
         """
-        self._end(RequestCancelledError(f"{self!r} was cancelled"), wait=True)
+        if self.stop():
+            with self._cond:
+                while not self._over:  # the copy of one block, or the device's own end of what it has begun
+                    self._cond.wait(1.0)
+
+    def stop(self) -> bool:
+        """:meth:`cancel` without the wait: whether there is something to wait for until it is done."""
+        return self._end(RequestCancelledError(f"{self!r} was cancelled"))
+
+    @contextmanager
+    def watched(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Have ``tell`` called by any thread when what the waits wait for has changed; it must not wait."""
+        token = object()
+        with self._cond:
+            self._watchers[token] = tell
+        try:
+            yield
+        finally:
+            with self._cond:
+                del self._watchers[token]
+
+    def _tell(self) -> None:
+        for tell in tuple(self._watchers.values()):
+            tell()
 
     # ---- how it ends -----------------------------------------------------------------------------
 
-    def _end(self, error: KVFerryError, *, wait: bool = False) -> None:
+    def _end(self, error: KVFerryError) -> bool:
+        """End it; whether something of it is still under way."""
         with self._cond:
             if self._over or self._is_past_region():
-                return
+                return False
             if not self._ending:
                 self._ending, self.error = True, error
             if self._transfer is not None:
@@ -130,11 +156,9 @@ class Job(ABC):
             self._claimed = self._claimed or mine
         if mine:
             self._finish()
-        elif wait:
+        else:
             self._mover.wake()
-            with self._cond:
-                while not self._over:  # the copy of one block, or the device's own end of what it has begun
-                    self._cond.wait(1.0)
+        return not mine
 
     @abstractmethod
     def _is_past_region(self) -> bool:
@@ -147,6 +171,7 @@ class Job(ABC):
             self._pieces.clear()
             self._over = True
             self._mover.ended(self)
+        self._tell()
 
     @abstractmethod
     def _give_up_lease(self) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.client.blocks import Blocks, OwnBlocks, StagedBlocks
-from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError, LeaseExpiredError, StoreError, TransportError, UnavailableError
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import checked_indexes
@@ -98,7 +97,7 @@ class _ClientLease:
         self._require_active()
         if not self.keys:
             return
-        deadline = deadline_in(self._link.options.call_timeout_s)
+        deadline = self._link.call_deadline()
         try:
             with self._link.line(deadline, epoch=self.epoch) as line:
                 request = d.RenewLease(
@@ -272,7 +271,7 @@ class ClientWriteLease(_ClientLease):
         if not self._quarantined:
             self._link.end(self.number, self.epoch)
             return
-        deadline = deadline_in(self._link.options.call_timeout_s)
+        deadline = self._link.call_deadline()
         with contextlib.suppress(KVFerryError), self._link.line(deadline, epoch=self.epoch) as line:
             request = d.QuarantineLease(
                 lease=self.number, ended=line.take_ended(), abandoned=line.take_abandoned()
@@ -294,7 +293,7 @@ class ClientWriteLease(_ClientLease):
         if not self.keys:
             return 0, _NEVER
         if deadline is None:
-            deadline = deadline_in(self._link.options.call_timeout_s)
+            deadline = self._link.call_deadline()
         try:
             return self._ask_commit(deadline, publish, payload)
         except BaseException as error:

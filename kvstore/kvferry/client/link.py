@@ -9,10 +9,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final, ParamSpec, Protocol, TypeVar
 
 from kvferry.client.line import Line
 from kvferry.client.memory import RecycledMemory
@@ -33,9 +34,12 @@ from kvferry.wire.channel import Channel
 from kvferry.wire.options import ChannelOptions
 from kvferry.wire.shared_arena import SHARED_ARENA, SharedArena, can_share_arena
 
-__all__ = ["GRACE_S", "Link"]
+__all__ = ["GRACE_S", "Link", "call_by"]
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 GRACE_S: Final = 0.1
 """What a call may take whose deadline is past, or nearer than that: one question and its answer."""
@@ -45,6 +49,18 @@ _FLUSH_S: Final = 1.0
 _TIMEOUTS_TO_LEAVE: Final = 2
 _IDLE_CONNECTION_S: Final = 10.0
 _GROW_PAUSE_S: Final = 1.0
+
+
+_by: Final[ContextVar[float]] = ContextVar("kvferry_call_by", default=float("inf"))
+
+
+def call_by(by: float, verb: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a verb that is to be over by then, also where it takes no deadline: it has waited for its turn."""
+    token = _by.set(by)
+    try:
+        return verb(*args, **kwargs)
+    finally:
+        _by.reset(token)
 
 
 class Ending(Protocol):
@@ -123,6 +139,10 @@ class Link:
         """A number for a lease."""
         return next(self._numbers)
 
+    def call_deadline(self) -> float:
+        """By when a call is over that takes no deadline."""
+        return min(deadline_in(self.options.call_timeout_s), _by.get())
+
     def count(self, name: str, number: int = 1) -> None:
         """Add to a counter."""
         with self._cond:
@@ -140,19 +160,21 @@ class Link:
     # ---- connections -----------------------------------------------------------------------------
 
     @contextmanager
-    def line(self, deadline: float, *, epoch: str = "") -> Iterator[Line]:
+    def line(self, deadline: float, *, epoch: str = "", spare: bool = False) -> Iterator[Line]:
         """A connection for the caller alone.
 
         Args:
             deadline: By when there is one.
             epoch: The run of the daemon that it must lead to; any, if empty.
+            spare: Whether it may be one more than ``max_connections``, for ends of leases: calls that have
+                all of them may wait for just what these give back.
 
         Raises:
             UnavailableError: If the daemon is away, or all connections are in use until the deadline.
             LeaseExpiredError: If it is another run than ``epoch``.
             StoreError: If the client is closed.
         """
-        line = self._acquire(deadline)
+        line = self._acquire(deadline, spare)
         try:
             if epoch and line.epoch != epoch:
                 raise LeaseExpiredError(f"{self.url}: the daemon was restarted; what it had given is void")
@@ -163,7 +185,7 @@ class Link:
         self._timeouts = 0
         self._release(line)
 
-    def _acquire(self, deadline: float) -> Line:
+    def _acquire(self, deadline: float, spare: bool = False) -> Line:
         with self._cond:
             self._busy = True
             while True:
@@ -177,7 +199,7 @@ class Link:
                 now = time.monotonic()
                 if now < self._away_until:
                     raise self._unavailable()
-                if not self._connecting and self._may_grow(now):
+                if not self._connecting and self._may_grow(now, spare):
                     self._connecting = True
                     break
                 if now >= deadline:
@@ -188,11 +210,12 @@ class Link:
                 self._cond.wait(
                     time_left(min(deadline, self._grow_after) if now < self._grow_after else deadline)
                 )
-        return self._connect(deadline) or self._acquire(deadline)
+        return self._connect(deadline) or self._acquire(deadline, spare)
 
-    def _may_grow(self, now: float) -> bool:
+    def _may_grow(self, now: float, spare: bool) -> bool:
         """Whether a connection may be made beside those that there are; the first always may."""
-        return not self._open or (self._open < self.options.max_connections and now >= self._grow_after)
+        most = self.options.max_connections + spare
+        return not self._open or (self._open < most and now >= self._grow_after)
 
     def _connect(self, deadline: float) -> Line | None:
         """A new connection; ``None`` if the daemon gives no further one, but others are there."""
@@ -269,13 +292,18 @@ class Link:
 
     def _release(self, line: Line) -> None:
         line.ended = line.abandoned = ()
+        surplus = False
         with self._cond:
             if line.epoch != self._epoch or line.channel.closed or self.closed:
                 self._lose(line)
+            elif self._open > self.options.max_connections:
+                self._open, surplus = self._open - 1, True
             else:
                 line.idle_since = time.monotonic()
                 self._idle.append(line)
             self._cond.notify()
+        if surplus:
+            line.channel.close()
 
     def _failed(self, line: Line, error: BaseException) -> None:
         if isinstance(error, KVFerryError) and not line.channel.closed:
@@ -332,7 +360,7 @@ class Link:
         if not self.has_ends:
             return
         deadline = deadline_in(_FLUSH_S)
-        with contextlib.suppress(KVFerryError), self.line(deadline) as line:
+        with contextlib.suppress(KVFerryError), self.line(deadline, spare=True) as line:
             request = d.EndLeases(ended=line.take_ended(), abandoned=line.take_abandoned())
             if request.ended or request.abandoned:
                 line.call(request, d.Done, deadline)

@@ -114,6 +114,7 @@ class LoadJob(Job):
                 if self._blocks_done == self._held:
                     self._layers_done.update(piece.layers)
             self._cond.notify_all()
+        self._tell()
 
     def _is_past_region(self) -> bool:
         return len(self._layers_done) == len(self.registration.plan.layers)

@@ -19,7 +19,7 @@ from kvferry.core import keys as _keys
 from kvferry.core.arena import ArenaMap
 from kvferry.core.blockstore import Hit
 from kvferry.core.buffers import Buf, as_bytes_view
-from kvferry.core.clock import checked_deadline, deadline_in
+from kvferry.core.clock import checked_deadline
 from kvferry.core.errors import (
     ConfigError,
     ConnectionClosedError,
@@ -85,7 +85,7 @@ class ClientNamespace:
     def lookup(self, keys: Sequence[BlockKey]) -> Hit:
         """Which tier of the daemon holds each key; misses if it is away."""
         keys = require_keys(keys)
-        deadline = self._call_deadline()
+        deadline = self._link.call_deadline()
         try:
             return self._twice(lambda: self._lookup(keys, deadline))
         except _AWAY:
@@ -390,7 +390,7 @@ class ClientNamespace:
         return self._verb("clear", ())
 
     def _verb(self, verb: d.Verb, keys: Sequence[BlockKey], ttl_s: float = 0.0) -> int:
-        deadline = self._call_deadline()
+        deadline = self._link.call_deadline()
 
         def ask() -> int:
             with self._link.line(deadline) as line:
@@ -435,9 +435,6 @@ class ClientNamespace:
             if isinstance(error, UnavailableError):
                 raise
             raise UnavailableError(f"nothing of {blocks} blocks is known to be stored: {error}") from error
-
-    def _call_deadline(self) -> float:
-        return deadline_in(self._link.options.call_timeout_s)
 
     @staticmethod
     def _limit(deadline: float) -> float:

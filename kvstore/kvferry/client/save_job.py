@@ -113,6 +113,7 @@ class SaveJob(Job):
             self.nbytes += self._nbytes_of(piece)
             self._layers_done.update(piece.layers)
             self._cond.notify_all()
+        self._tell()
 
     def _when_idle(self) -> float | None:
         all_read = len(self._layers_done) == len(self.registration.plan.layers)

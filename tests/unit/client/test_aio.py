@@ -4,18 +4,29 @@ import asyncio
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvferry.client import AsyncClient, ClientOptions
+from kvferry.client import AsyncClient, Client, ClientOptions
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError
+from kvferry.core.errors import CapacityError, ConfigError, LeaseExpiredError, StoreError, UnavailableError
+from kvferry.core.regions import Region
 from kvferry.daemon import Daemon
+from kvferry.testing import paged_engine as paged
 from kvferry.testing.blocks import block_bytes, small_spec, wait_until
+from kvferry.testing.paged_engine import FakeDevice
 
 SPEC = small_spec("aio")
+
+
+def soon() -> dict[str, Any]:
+    return {"parent": None, "deadline": deadline_in(0.05)}
+
+
 BLOCKS = (1 << 20) // SPEC.block_nbytes
 
 
@@ -86,6 +97,125 @@ def test_many_calls_at_once_take_few_connections(start: Callable[..., Daemon]) -
 
     asyncio.run(run())
     assert not [t for t in threading.enumerate() if t.name.startswith("kvferry-async-client")]
+
+
+async def fill(ns: Any, waiting: int, daemon: Daemon) -> tuple[Any, list[asyncio.Future[Any]]]:
+    """All memory taken, and reservations that wait for it, with a thread each."""
+    held = await ns.reserve(ns.keys([1] * BLOCKS * SPEC.block_tokens), parent=None, deadline=deadline_in(60))
+    late = [
+        asyncio.ensure_future(ns.reserve(keys, parent=None, deadline=deadline_in(60)))
+        for keys in [ns.keys([n] * SPEC.block_tokens) for n in range(2, 2 + waiting)]
+    ]
+    await asyncio.to_thread(wait_until, lambda: daemon.work.count == waiting)
+    return held, late
+
+
+def test_a_call_whose_turn_does_not_come_is_a_miss_by_its_deadline(start: Callable[..., Daemon]) -> None:
+    """All threads wait for room: what comes behind them does not wait with them."""
+    daemon = start()
+    options = ClientOptions(max_connections=2, call_timeout_s=0.2)
+
+    async def run() -> None:
+        async with await AsyncClient.connect(daemon.addresses[0], options) as client:
+            ns = client.namespace(SPEC)
+            held, late = await fill(ns, 2, daemon)
+            keys = ns.keys([9] * SPEC.block_tokens)
+            block = [(keys[0], block_bytes(keys[0], SPEC.block_nbytes))]
+            assert len(await ns.load(keys, deadline=deadline_in(0.1))) == 0
+            assert (await ns.lookup(keys)).tiers == (None,)
+            asking = (
+                ns.save(block, **soon()),
+                ns.reserve(keys, **soon()),
+                ns.clear(),
+                client.find_lease("1"),
+            )
+            for refused in asking:
+                with pytest.raises(UnavailableError, match="not begun by its deadline: 2 calls"):
+                    await refused
+            assert not await client.flush(deadline=deadline_in(-1))
+            assert (await client.stats()).entries == 0
+            assert await ns.pin(keys, ttl=5) == 0
+            with pytest.raises(LeaseExpiredError):
+                await held.renew()
+            counted = client.counters
+            assert (counted.missed_loads, counted.missed_lookups, counted.refused_saves) == (1, 1, 2)
+            assert not any(one.done() for one in late), "it came only since they had ended"
+            await held.abort()  # waits behind nobody
+            for lease in await asyncio.wait_for(asyncio.gather(*late), 60):
+                await lease.abort()
+            await asyncio.to_thread(wait_until, lambda: daemon.store_of("default").stats().pinned_nbytes == 0)
+
+    asyncio.run(run())
+
+
+def test_a_commit_whose_turn_does_not_come_gives_its_slots_back(start: Callable[..., Daemon]) -> None:
+    daemon = start()
+
+    async def run() -> None:
+        async with await AsyncClient.connect(daemon.addresses[0], ClientOptions(max_connections=1)) as client:
+            ns = client.namespace(SPEC)
+            held, (late,) = await fill(ns, 1, daemon)
+            with pytest.raises(UnavailableError, match="commit was not begun"):
+                await held.commit(deadline_in(0.1))
+            with pytest.raises(LeaseExpiredError):
+                held.view(0)
+            await (await asyncio.wait_for(late, 60)).abort()
+            assert (await client.stats()).entries == 0
+
+    asyncio.run(run())
+
+
+def test_jobs_hold_up_neither_the_loop_nor_calls(start: Callable[..., Daemon], device: FakeDevice) -> None:
+    """Jobs wait for a device that the test holds up; the loop goes on, and no call waits behind them."""
+    daemon = start()
+    client = Client(daemon.addresses[0], ClientOptions(max_connections=1), copiers={"fake": device})
+    row = paged.SPEC.layers[0].tensors[0].shape[-1]
+    array = np.zeros((paged.LAYERS, 2, paged.PAGES, paged.SPEC.block_tokens, 1, row), np.uint8)
+    regions = [
+        replace(Region.of(array[n], layer=n, layout="stacked_nhd"), device="fake")
+        for n in range(paged.LAYERS)
+    ]
+
+    async def copied(count: int) -> None:
+        for _ in range(count):
+            await asyncio.to_thread(wait_until, lambda: bool(device.waiting))
+            device.run_one()
+
+    async def run() -> None:
+        async with AsyncClient(client) as aio:
+            ns = aio.namespace(paged.SPEC)
+            keys = ns.keys([1] * 3 * paged.SPEC.block_tokens)
+            async with ns.register(regions) as pages:
+                array[:] = 7
+                save = pages.save("s", keys, [1, 2, 3], parent=None, deadline=deadline_in(60))
+                save.all_layers()
+                waits = [asyncio.ensure_future(save.wait_layer(n, deadline=deadline_in(60))) for n in (0, 3)]
+                assert not await save.wait(deadline=deadline_in(0))
+                assert (await ns.lookup(keys)).prefix == 0
+                await copied(1)
+                assert await waits[0]
+                assert not waits[1].done()
+                await copied(paged.LAYERS - 1)
+                assert await save.wait(deadline=deadline_in(60))
+                assert (await waits[1], save.ok, save.stored) == (True, True, 3)
+                array[:] = 0
+                lease = await ns.load(keys, deadline=deadline_in(60))
+                load = pages.load("l", lease, [4, 5, 6], deadline=deadline_in(60))
+                await copied(1)
+                assert await load.wait_layer(0, deadline=deadline_in(60))
+                assert (array[0, :, 4:7] == 7).all()
+                cancel = asyncio.ensure_future(load.cancel())
+                await asyncio.to_thread(wait_until, lambda: load.error is not None)
+                assert not cancel.done(), "the device still writes"
+                await copied(paged.LAYERS - 1)
+                await asyncio.wait_for(cancel, 60)
+                assert load.failed_blocks() == (4, 5, 6)
+                assert not await load.wait_layer(3, deadline=deadline_in(0))
+                assert [(done.job, done.ok) for done in await aio.poll()] == [("s", True), ("l", False)]
+            with pytest.raises(StoreError, match="closed"):
+                pages.save("s", keys, [1, 2, 3], parent=None, deadline=deadline_in(1))
+
+    asyncio.run(run())
 
 
 def test_an_address_is_refused_with_what_to_write() -> None:
