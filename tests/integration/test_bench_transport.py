@@ -63,7 +63,7 @@ def test_every_scenario_of_tcp() -> None:
 
 def here(**params: Any) -> list[dict[str, Any]]:
     """As the command has it, but in this process; with one checksum and batch unless told otherwise."""
-    asked = {
+    asked: dict[str, Any] = {
         "sizes": "64KiB",
         "requests": 5,
         "walk": "1MiB",
