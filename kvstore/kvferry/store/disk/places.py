@@ -13,7 +13,11 @@ from kvferry.store.disk import names
 from kvferry.store.disk.files import Files
 from kvferry.store.disk.lock import is_in_use
 
-__all__ = ["make_directory", "open_directory", "require_apart", "require_outside"]
+__all__ = ["RootDownError", "make_directory", "open_directory", "require_apart", "require_outside"]
+
+
+class RootDownError(OSError):
+    """The directory cannot be used now; a tier's own, never leaves it."""
 
 
 def make_directory(path: str) -> None:

@@ -28,7 +28,7 @@ from kvferry.store.disk.leftovers import Leftovers
 from kvferry.store.disk.lock import DirectoryLock, take_lock
 from kvferry.store.disk.obstacles import Obstacles
 from kvferry.store.disk.options import DiskOptions
-from kvferry.store.disk.places import make_directory, open_directory, require_outside
+from kvferry.store.disk.places import RootDownError, make_directory, open_directory, require_outside
 from kvferry.store.disk.probe import probe_direct, probe_writes
 from kvferry.store.disk.quarantine import Quarantine
 from kvferry.store.disk.scan import Scan, scan_directory
@@ -46,10 +46,6 @@ _FAILURES: Final = 8  # in a row, before a directory is left alone that may work
 _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 # Will not be over with the next try.
 _LASTING: Final = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.ESHUTDOWN))
-
-
-class RootDownError(OSError):
-    """The directory cannot be used now; a tier's own, never leaves it."""
 
 
 class Root:
@@ -105,12 +101,9 @@ class Root:
         self._folders: Folders | None = None
         self._device: int | None = None
         self._overhead = 0
-        self._full_until = 0.0
+        self._full_until = self._tight_until = self._quota_until = self._avoid_until = 0.0
         self._wanted_nbytes = 0
         self._claimed = 0
-        self._tight_until = 0.0
-        self._quota_until = 0.0
-        self._avoid_until = 0.0
         self._try_at = 0.0
         self._no_writes_until = 0.0
         self._failures = 0
@@ -227,20 +220,24 @@ class Root:
 
     def free_nbytes(self) -> int:
         """Bytes that may still be written to its file system."""
-        return self._files.free_nbytes(self._require_up().fd)
+        top = self._require_up()
+        return self._files.free_nbytes(top.fd)
 
     def size_nbytes(self) -> int:
         """Bytes of its file system in all, for ordinary processes."""
-        found = os.fstatvfs(self._require_up().fd)  # some file systems say 0
+        top = self._require_up()
+        found = os.fstatvfs(top.fd)  # some file systems say 0
         return (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize
 
     def probe(self) -> str:
         """Measure whether O_DIRECT pays and use it where it does; returns what was found, for people."""
-        found = probe_direct(self._files, self._require_up().fd)
+        top = self._require_up()
+        found = probe_direct(self._files, top.fd)
         self.direct_read, self.direct_write = found.read, found.write
         return found.text
 
     def _require_up(self) -> OpenFolder:
+        """The directory, if it is up; kept while its descriptor is used, since :meth:`stop` may come."""
         top = self._top
         if top is None:
             raise RootDownError(errno.ENODEV, "the directory is down")
@@ -288,7 +285,7 @@ class Root:
             How many are missing: then none are taken. Else 0, and :meth:`release_room` gives them back.
         """
         with self._lock:
-            short = keep + self._claimed + nbytes - self._files.free_nbytes(self._require_up().fd)
+            short = keep + self._claimed + nbytes - self.free_nbytes()
             if short <= 0:
                 self._claimed += nbytes
                 return 0
@@ -448,7 +445,8 @@ class Root:
             OSError: If something is, and cannot be moved.
         """
         folder_names = (names.tenant_folder(tenant), namespace_id.hex(), names.shard_name(key[0]))
-        moved = self._obstacles.clear(self._require_up().fd, (*folder_names, names.block_name(key)))
+        top = self._require_up()
+        moved = self._obstacles.clear(top.fd, (*folder_names, names.block_name(key)))
         if moved and self._folders is not None:
             self._folders.forget()
         return moved
@@ -473,11 +471,12 @@ class Root:
 
     def quarantine(self, folder: OpenFolder, namespace_id: bytes, key: BlockKey, nbytes: int) -> int:
         """Put a corrupt file out of the way: see :meth:`Quarantine.put`."""
-        return self._quarantine.put(self._require_up().fd, folder, namespace_id, key, nbytes)
+        top = self._require_up()
+        return self._quarantine.put(top.fd, folder, namespace_id, key, nbytes)
 
     def limit_quarantine(self, nbytes: int) -> None:
         """Another bound: see :meth:`Quarantine.limit`."""
-        top = self._top if self._held is not None else None  # its descriptor goes with the last who has it
+        top = self._top if self._held is not None else None
         self._quarantine.limit(nbytes, None if top is None else top.fd)
 
     @property
