@@ -165,7 +165,9 @@ def check(line: dict[str, Any], scheme: str, others: set[str] | None = None) -> 
     assert params["operations"] > 0
     if kind in ("put", "get"):
         one_lane = {"one_lane"} if params["lanes"] == 2 else set()
-        assert set(line["ratios"]) == BARE[scheme] | {"memcpy_cold"} | one_lane | (others or set())
+        handed = {"memcpy_handed"} if params.get("pinned") else set()
+        expected = BARE[scheme] | {"memcpy_cold"} | one_lane | handed | (others or set())
+        assert set(line["ratios"]) == expected
         assert line["unit"] == "GB/s"
     elif kind == "roundtrip":
         assert set(line["ratios"]) == BARE[scheme]

@@ -7,12 +7,20 @@ change that between two rounds; on two machines, which is what is stood in for, 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
-__all__ = ["cpu_pair", "on_cpu", "staying_on"]
+import numpy as np
 
+from kvferry.bench.results import Sample
+
+__all__ = ["MemcpyHanded", "cpu_pair", "on_cpu", "staying_on"]
+
+_HANDED_NBYTES: Final = 256 << 10
+_HANDED_TIMES: Final = 16
 T = TypeVar("T")
 
 
@@ -47,3 +55,37 @@ def on_cpu(cpu: int | None, subjects: Mapping[str, Callable[[], T]]) -> dict[str
         return runs
 
     return {name: bound(run) for name, run in subjects.items()}
+
+
+class MemcpyHanded:
+    """Copies into memory that the other CPU has just read, as the buffers of the system are between two ends.
+
+    They are several times as slow while the two CPUs share no cache, and every socket between them is slow
+    too. Those of a virtual machine may share one now and not a minute later, whatever it is told of them.
+
+    Args:
+        here: The CPU that copies.
+        there: The one that reads.
+    """
+
+    def __init__(self, here: int, there: int) -> None:
+        self._here = here
+        self._mine, self._handed, self._theirs = np.ones((3, _HANDED_NBYTES), np.uint8)
+        self._reader = ThreadPoolExecutor(
+            1, "kvferry-bench-reader", initializer=os.sched_setaffinity, initargs=(0, {there})
+        )
+
+    def __call__(self) -> Sample:
+        """One run."""
+        seconds = 0.0
+        with staying_on(self._here):
+            for _ in range(_HANDED_TIMES):
+                self._reader.submit(np.copyto, self._theirs, self._handed).result()
+                start = time.perf_counter()
+                np.copyto(self._handed, self._mine)
+                seconds += time.perf_counter() - start
+        return Sample(seconds, _HANDED_TIMES * _HANDED_NBYTES)
+
+    def close(self) -> None:
+        """End its thread."""
+        self._reader.shutdown()

@@ -54,6 +54,14 @@ Alternatives = Annotated[
         help="Others to measure beside. [default: those installed]",
     ),
 ]
+EndPlaces = Annotated[
+    Text,
+    typer.Option(
+        "--ends",
+        metavar="apart|anywhere",
+        help="Each end on a CPU of its own, or where the scheduler has them. [default: apart]",
+    ),
+]
 Connect = Annotated[
     Text,
     typer.Option(
@@ -198,6 +206,7 @@ def transport(
     lanes: Lanes = None,
     checksum: Checksums = None,
     alternatives: Alternatives = None,
+    ends: EndPlaces = None,
     verify: Verify = False,
     connect: Connect = None,
     rate: Annotated[
@@ -225,8 +234,8 @@ def transport(
 
     params = {
         "scenario": scenario, "scheme": scheme, "sizes": sizes, "batch": batch, "lanes": lanes,
-        "checksum": checksum, "with": alternatives, "connect": connect, "rate": rate, "seconds": seconds,
-        "requests": requests, "block": block, "walk": walk, "verify": verify,
+        "checksum": checksum, "with": alternatives, "ends": ends, "connect": connect, "rate": rate,
+        "seconds": seconds, "requests": requests, "block": block, "walk": walk, "verify": verify,
     }  # fmt: skip
     _run("transport", Options(runs=runs, params=params), as_json=as_json)
 

@@ -315,10 +315,11 @@ def test_an_alternative_that_is_not_installed_is_said_to_be_so() -> None:
 
 
 ENGINE = """
-import itertools
+import itertools, os
 class TransferEngine:
     calls = itertools.count(1)
-    def initialize(self, name, metadata, protocol, device): return 0
+    def initialize(self, name, metadata, protocol, device):
+        return 0 if len(os.sched_getaffinity(0)) == int(os.environ["EXPECTED_CPUS"]) else -1
     def register_memory(self, address, nbytes): return 0
     def get_rpc_port(self): return 4321
     def transfer_sync_write(self, peer, mine, theirs, nbytes):
@@ -330,15 +331,18 @@ class TransferEngine:
 """
 
 
+@pytest.mark.parametrize("pinned", [False, True])
 def test_mooncake_is_driven_as_its_engine_wants_and_its_failures_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, pinned: bool
 ) -> None:
     """Against a stand-in for the library, which is not installed everywhere."""
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("print('noise of the library')")
     (tmp_path / "mooncake" / "engine.py").write_text(ENGINE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    mooncake = MooncakeTe(NBYTES, WALK)
+    own = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("EXPECTED_CPUS", str(1 if pinned else len(own)))
+    mooncake = MooncakeTe(NBYTES, WALK, (own[0], own[-1]) if pinned else (None, None))
     try:
         sample = mooncake.put(1, 16)
         assert (sample.nbytes, mooncake.failed) == (12 * NBYTES, 4)

@@ -45,6 +45,13 @@ def test_lanes_beside_an_address_are_refused() -> None:
         TransportOptions.of(Options(params={"connect": "tcp://127.0.0.1:9", "lanes": "4"}))
 
 
+def test_ends_are_apart_unless_they_may_be_anywhere() -> None:
+    assert TransportOptions.of(Options(params={"with": "none"})).apart
+    assert not TransportOptions.of(Options(params={"with": "none", "ends": "anywhere"})).apart
+    with pytest.raises(ConfigError, match="apart, anywhere"):
+        TransportOptions.of(Options(params={"with": "none", "ends": "same"}))
+
+
 def test_auto_is_not_served() -> None:
     with pytest.raises(ConfigError, match="has to be named"):
         serve_link("auto://127.0.0.1:0", None, Config())

@@ -2,6 +2,10 @@
 
 Two processes, each with memory of the size of the walk; the second writes into the first, or reads from it,
 one part after the other or a batch in one call. Needs ``mooncake-transfer-engine-non-cuda`` beside kvferry.
+
+Whoever calls the engine looks for as long as it waits. So on two CPUs the threads of both processes that move
+bytes share the other CPU, as the scheduler has it, and no byte leaves its caches. Each process may be given a
+CPU instead, as the ends of others are.
 """
 
 from __future__ import annotations
@@ -69,18 +73,22 @@ class MooncakeTe:
     Args:
         nbytes: Of a part.
         walk_nbytes: What each end walks through.
+        cpus: The only one of the process that moves, and of the other; ``None``: anywhere.
 
     Attributes:
         failed: Operations that the library reported as failed; their time and bytes are left out.
     """
 
-    def __init__(self, nbytes: int, walk_nbytes: int) -> None:
+    def __init__(
+        self, nbytes: int, walk_nbytes: int, cpus: tuple[int | None, int | None] = (None, None)
+    ) -> None:
         self._nbytes = nbytes
         self.failed = 0
-        self._target = _Line("target", str(walk_nbytes))
+        here, there = ("" if cpu is None else str(cpu) for cpu in cpus)
+        self._target = _Line("target", str(walk_nbytes), there)
         try:
             found = self._target.read()
-            self._user = _Line("user", str(walk_nbytes), str(found["port"]), str(found["address"]))
+            self._user = _Line("user", str(walk_nbytes), here, str(found["port"]), str(found["address"]))
             self._user.read()
         except BaseException:
             self.close()
@@ -176,7 +184,11 @@ def _say(**answer: object) -> None:
 
 def main() -> None:
     """Own the memory that is written into, or write into it, until standard input closes."""
-    role, walk, *target = sys.argv[1:]
+    role, walk, cpu, *target = sys.argv[1:]
+    if cpu:
+        os.sched_setaffinity(0, {int(cpu)})  # before the library has threads
+        # real-time, if the benchmark was: who looks would keep the CPU from those whom it waits for
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     engine = _Engine(int(walk))
     _say(port=engine.port, address=engine.address)
     if role == "target":

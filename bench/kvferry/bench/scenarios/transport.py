@@ -33,6 +33,7 @@ ALTERNATIVES = ("mooncake", "ucxx", "redis")
 DEFAULT_PORT = 8470
 _KINDS = ("put", "get", "roundtrip", "batch")
 _CHECKSUMS = ("off", "xxh3")
+_PLACES = ("apart", "anywhere")
 SCENARIOS = {
     **{
         f"transport.{scheme}.{kind}": "transport_batch:run" if kind == "batch" else "transport_link:run_link"
@@ -64,6 +65,7 @@ class TransportOptions:
         verify: Every operation of the rounds is compared too, within its time.
         address: A server on another machine; empty: a child process.
         alternatives: Others that are measured beside, where they are installed.
+        apart: Whether each end, of others too, has a CPU of its own; else the scheduler places them.
         rate: Bytes a second of ``transport.tcp.rate``.
         seconds: How long each of its runs takes.
     """
@@ -81,6 +83,7 @@ class TransportOptions:
     verify: bool = False
     address: str = ""
     alternatives: tuple[str, ...] = ()
+    apart: bool = True
     rate: str = "100MB/s"
     seconds: float = 5.0
 
@@ -113,6 +116,7 @@ class TransportOptions:
             verify=bool(options.param("verify", False)),
             address=address,
             alternatives=_alternatives(options),
+            apart=_words(options, "ends", "apart", _PLACES) != ("anywhere",),
             rate=rate,
             seconds=float(options.param("seconds", 5.0)),
         )

@@ -16,7 +16,7 @@ from kvferry.bench.link.memory import parts_at_once
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.link.redis import RedisLink
 from kvferry.bench.link.requests import Operation
-from kvferry.bench.own_cpu import on_cpu
+from kvferry.bench.own_cpu import MemcpyHanded, cpu_pair, on_cpu
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
 from kvferry.bench.scenarios.transport import TransportOptions
@@ -114,7 +114,7 @@ class Series:
     @property
     def pinned(self) -> bool:
         """Whether each end has a CPU of its own; several lanes take one thread an end, as one lane does."""
-        return self.scheme in _PINNED
+        return self.options.apart and self.scheme in _PINNED
 
     def link(self, other: Ends, nbytes: int, walk_nbytes: int) -> Link:
         """A subject: a connection to ``other`` for parts of ``nbytes``."""
@@ -152,7 +152,8 @@ def run_link(
                 continue
             for nbytes in options.sizes:
                 with contextlib.ExitStack() as stack:
-                    yield from _moves(series, _movers(series, nbytes, stack), nbytes, progress)
+                    movers, handed = _movers(series, nbytes, stack), _handed(series, stack)
+                    yield from _moves(series, movers, handed, nbytes, progress)
 
 
 def _movers(series: Series, nbytes: int, stack: contextlib.ExitStack) -> dict[str, _Mover]:
@@ -180,13 +181,29 @@ def _movers(series: Series, nbytes: int, stack: contextlib.ExitStack) -> dict[st
         stack.callback(redis.close)
         movers["redis"] = redis
     if series.scheme == "tcp" and "mooncake" in options.alternatives and not options.address:
-        mooncake = MooncakeTe(nbytes, walk)
+        mooncake = MooncakeTe(nbytes, walk, cpu_pair() if other.cpu is not None else (None, None))
         stack.callback(mooncake.close)
         movers["mooncake_te"] = mooncake
     return movers
 
 
-def _moves(series: Series, movers: Mapping[str, _Mover], nbytes: int, progress: Progress) -> Iterator[Result]:
+def _handed(series: Series, stack: contextlib.ExitStack) -> MemcpyHanded | None:
+    """Memory handed from the CPU of one end to that of the other, if each has one."""
+    here, there = cpu_pair()
+    if series.other.cpu is None or here is None or there is None:
+        return None
+    handed = MemcpyHanded(here, there)
+    stack.callback(handed.close)
+    return handed
+
+
+def _moves(
+    series: Series,
+    movers: Mapping[str, _Mover],
+    handed: MemcpyHanded | None,
+    nbytes: int,
+    progress: Progress,
+) -> Iterator[Result]:
     """Puts, or gets, of one size."""
     options = series.options
     walk = options.walk_nbytes
@@ -202,6 +219,8 @@ def _moves(series: Series, movers: Mapping[str, _Mover], nbytes: int, progress: 
             for name, mover in movers.items()
         }
         subjects["memcpy_cold"] = MemcpyCold(nbytes, count * batch, walk_nbytes=walk)
+        if handed is not None:
+            subjects["memcpy_handed"] = handed
         result = measure(
             series.scenario, series.params(nbytes, batch), subjects, link, options, progress,
             operation=operation, count=count,
