@@ -11,6 +11,9 @@ All numbers are little-endian. A manifest is::
 Flag 1: the data follows in the same value, and after it the u64 xxh3_64 of the data. Flag 2: there is a
 parent. Without flag 1 the data lies in the parts. ``encoding`` says what the data went through before it was
 stored and is empty for a block as it lies in memory.
+
+In every version the head is laid out like this, and the last 8 bytes are the checksum: so a release can tell
+a manifest of a later one, which it leaves alone, from a damaged one, which it removes.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ __all__ = [
     "Head",
     "Manifest",
     "ManifestTemplate",
+    "NewerManifestError",
     "Part",
     "parse_head",
     "parts_of",
@@ -107,15 +111,42 @@ class Manifest:
     encoding: bytes = b""
 
 
+class NewerManifestError(CorruptBlockError):
+    """It says that it is of a later version, and may be.
+
+    Attributes:
+        nbytes: How long it is.
+    """
+
+    def __init__(self, version: int, nbytes: int) -> None:
+        super().__init__(f"a manifest of version {version}; this release knows {FORMAT_VERSION}")
+        self.nbytes = nbytes
+
+    def require_sound(self, whole: memoryview) -> None:
+        """See whether it is just damaged.
+
+        Raises:
+            CorruptBlockError: If so.
+        """
+        end = self.nbytes - CHECKSUM_NBYTES
+        if len(whole) < self.nbytes or _U64.unpack_from(whole, end)[0] != xxhash.xxh3_64_intdigest(
+            whole[:end]
+        ):
+            raise CorruptBlockError(f"{self}, and its checksum is wrong")
+
+
 def parse_head(head: bytes | bytearray | memoryview) -> Head:
     """Read the first :data:`HEAD_NBYTES` bytes.
 
     Raises:
+        NewerManifestError: If a later release may have written it.
         CorruptBlockError: If they begin no manifest that this release knows, or one that is absurdly large.
     """
     magic, version, flags, rest, data = _HEAD.unpack(head)
     if magic != _MAGIC:
         raise CorruptBlockError(f"no manifest begins with {bytes(head[:8])!r}")
+    if version > FORMAT_VERSION and CHECKSUM_NBYTES <= rest <= MAX_MANIFEST_NBYTES:
+        raise NewerManifestError(version, HEAD_NBYTES + rest)
     if version != FORMAT_VERSION or flags & ~(_INLINE | _HAS_PARENT):
         raise CorruptBlockError(
             f"a manifest of version {version}, flags {flags}; this release knows 1, 0 to 3"

@@ -23,6 +23,7 @@ from kvferry.store.remote.manifest import (
     Head,
     Manifest,
     ManifestTemplate,
+    NewerManifestError,
     Part,
     parse_head,
 )
@@ -64,6 +65,7 @@ class Received(NamedTuple):
         manifest: What the value says of itself, where that is known.
         lossy: Whether the block is not just what was saved.
         unfit: It is sound, but of no use to this reader: others may read it.
+        newer: The same, and a later release wrote it.
     """
 
     outcome: ReadOutcome
@@ -71,6 +73,7 @@ class Received(NamedTuple):
     manifest: Manifest | None = None
     lossy: bool = False
     unfit: bool = False
+    newer: bool = False
 
 
 Sink: TypeAlias = "Generator[list[memoryview], None, Received]"
@@ -102,7 +105,10 @@ def _receive_expected(
     first = into[:CHUNK_NBYTES]
     whole = len(first) == len(into)
     yield [manifest, first, trailer] if whole else [manifest, first]
-    head = parse_head(manifest[:HEAD_NBYTES])
+    try:
+        head = parse_head(manifest[:HEAD_NBYTES])
+    except NewerManifestError as error:
+        return _newer(error, memoryview(b"".join((manifest, first))))
     if not head.inline or HEAD_NBYTES + head.rest_nbytes != len(manifest):
         if not whole:
             raise CorruptBlockError("the lengths in the manifest contradict that of the value")
@@ -135,7 +141,12 @@ def _receive_any(
         raise CorruptBlockError(f"a value of {nbytes} bytes is no manifest")
     start = bytearray(HEAD_NBYTES)
     yield [memoryview(start)]
-    head = parse_head(start)
+    try:
+        head = parse_head(start)
+    except NewerManifestError as error:
+        rest = bytearray(max(0, min(error.nbytes, nbytes) - HEAD_NBYTES))
+        yield [memoryview(rest)]
+        return _newer(error, memoryview(bytes(start + rest)))
     _check_length(head, nbytes)
     manifest = memoryview(bytearray(HEAD_NBYTES + head.rest_nbytes))
     manifest[:HEAD_NBYTES] = start
@@ -149,6 +160,12 @@ def _receive_any(
         yield [trailer]
         _compare(digest, _U64.unpack(trailer)[0], "the data's")
     return Received(ReadOutcome.HIT, "", found)
+
+
+def _newer(error: NewerManifestError, whole: memoryview) -> Received:
+    """What a later release wrote is left alone: it is of use to those who run it."""
+    error.require_sound(whole)
+    return Received(ReadOutcome.MISS, str(error), newer=True)
 
 
 def _receive_encoded(found: Manifest, head: Head, into: memoryview, decoding: Decoding) -> Sink:

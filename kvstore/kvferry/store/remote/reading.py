@@ -29,11 +29,13 @@ class BlockReads(NamedTuple):
         results: One a block.
         broken: What lies there and is no block: it has to go. With its parts if one of them is gone.
         unfit: Names of blocks that have lost something, or cannot be decoded, with which of both it is.
+        newer: Names of those that a later release wrote.
     """
 
     results: list[ReadResult]
     broken: list[Held]
     unfit: list[tuple[str, bool]]
+    newer: list[str]
 
 
 def read_blocks(
@@ -63,11 +65,13 @@ def read_blocks(
     if not any(manifest is not None and manifest.encoding for manifest in given):  # nothing was decoded
         hits = sum(result.outcome is ReadOutcome.HIT for result in results)
         codec.carried("read", hits * home.template.data_nbytes, took)
-    found = BlockReads(results, [], [])
+    found = BlockReads(results, [], [], [])
     split: list[tuple[int, Manifest]] = []
     for n, (answer, result) in enumerate(zip(answers, results, strict=True)):
         if result.outcome is ReadOutcome.CORRUPT:
             found.broken.append(Held(gets[n].name, 0, None))
+        elif answer.received is not None and answer.received.newer:
+            found.newer.append(gets[n].name)
         elif answer.received is not None and (answer.received.unfit or answer.received.lossy):
             found.unfit.append((gets[n].name, answer.received.lossy))
         elif result.outcome is ReadOutcome.HIT and (manifest := _manifest(answer)).parts:

@@ -102,6 +102,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
         self.codec.announce(name)
         self._index = RemoteIndex(options.capacity_nbytes, name)
         self._unfit = UnfitBlocks[str]()
+        self._newer = UnfitBlocks[str]()
         self._writer = BlockWriter(self.backend, self._index, options.part_nbytes, self.codec, self._unfit)
         self._homes: dict[TierNamespace, Home] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -147,9 +148,11 @@ class RemoteTier(Tier, Generic[OptionsT]):
         failed = [answer for answer in answers if answer.done is Done.FAILED]
         if failed:
             self._count(["failed_lookups"] * len(failed))
-        unfit, takes = self._unfit, self.codec.accepts_lossy
+        unfit, newer, takes = self._unfit, self._newer, self.codec.accepts_lossy
         return [
-            answer.done is Done.OK and not unfit.has(name, takes_lossy=takes)
+            answer.done is Done.OK
+            and not unfit.has(name, takes_lossy=takes)
+            and not newer.has(name, takes_lossy=takes)
             for name, answer in zip(names, answers, strict=True)
         ]
 
@@ -175,7 +178,15 @@ class RemoteTier(Tier, Generic[OptionsT]):
         self._index.used(list(reversed(hits)))  # heads of chains count as used last
         self._unfit.add([name for name, lossy in found.unfit if lossy])
         self._unfit.add([name for name, lossy in found.unfit if not lossy], for_all=True)
-        there = {name for name, _ in found.unfit}  # of use to others: a miss here, and never removed
+        if found.newer:
+            self._newer.add(found.newer, for_all=True)
+            self._problems.incident(
+                "blocks of a later release",
+                f"{len(found.newer)} are misses here and left alone; upgrade this node",
+            )
+        there = {name for name, _ in found.unfit} | set(
+            found.newer
+        )  # of use to others: a miss here, and never removed
         for block, result in zip(blocks, found.results, strict=True):
             if result.outcome is ReadOutcome.MISS and home.name(block.key) not in there:
                 self._index.forget(home.name(block.key))
@@ -211,6 +222,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
             return [False] * len(keys)
         names = [home.name(key) for key in keys]
         self._unfit.discard(names)
+        self._newer.discard(names)
         there = None if self.backend.tells_deleted else self.backend.exists(names, deadline)
         gone = [self._index.forget(name) or Held(name, 0, None) for name in names]
         answers = remove_blocks(self.backend, self.names, gone, deadline)
