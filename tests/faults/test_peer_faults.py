@@ -75,6 +75,12 @@ def share(daemon: Daemon, keys: list[BlockKey], name: str) -> list[BlockKey]:
     return [key for key in keys if "bc"[tier_of(daemon).placement.owner(key)] == name]
 
 
+def shared(daemon: Daemon, ns: Namespace, first: int) -> list[BlockKey]:
+    """Twelve keys of which each peer keeps a part: where one goes depends on the names of the sockets."""
+    chains = (ns.keys([token] * 12 * SPEC.block_tokens) for token in range(first, first + 100))
+    return next(keys for keys in chains if share(daemon, keys, "b") and share(daemon, keys, "c"))
+
+
 def held(ns: Namespace, keys: list[BlockKey]) -> set[BlockKey]:
     return {key for key, where in zip(keys, ns.lookup(keys).tiers, strict=True) if where is not None}
 
@@ -94,10 +100,8 @@ def test_a_lost_peer_costs_only_its_share_and_heals(
     caplog.set_level(logging.INFO)
     with Client(url(tmp_path, "a"), ClientOptions(call_timeout_s=60)) as client:
         ns = client.namespace(SPEC)
-        keys = ns.keys([3] * 12 * SPEC.block_tokens)
-        mine, lost = share(ours, keys, "b"), share(ours, keys, "c")
-        assert mine
-        assert lost
+        keys = shared(ours, ns, 100)
+        lost = share(ours, keys, "c")
         assert ns.lookup(keys).prefix == 0
         with closing(in_process(tmp_path, "b")), serve(tmp_path, "c") as c:
             c.wait_ready()
@@ -123,7 +127,7 @@ def test_a_lost_peer_costs_only_its_share_and_heals(
                 failed = [counters[f"failed_at {peer}"] for peer in tier_of(ours)._ids]
                 assert len(failed) == 2
                 assert max(failed) > 0
-                more = ns.keys([4] * 12 * SPEC.block_tokens)
+                more = shared(ours, ns, 200)
                 save_blocks(ns, more)
                 assert client.flush(deadline=deadline_in(60))
                 with Client(url(tmp_path, "c")) as there:
