@@ -152,9 +152,17 @@ def _show_requests(found: DaemonStatus) -> None:
     if found.clients:
         say("")
         print_table(
-            ["client", "tenant", "connections", "leases", "processes"],
+            ["client", "tenant", "connections", "leases", "loaded", "saved", "processes"],
             [
-                (c.session, c.tenant, c.connections, c.leases, " ".join(map(str, c.processes)) or "–")
+                (
+                    c.session,
+                    c.tenant,
+                    c.connections,
+                    c.leases,
+                    c.loaded_blocks,
+                    c.saved_blocks,
+                    " ".join(map(str, c.processes)) or "–",
+                )
                 for c in found.clients[:20]
             ],
         )

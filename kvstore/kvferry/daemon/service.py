@@ -115,6 +115,7 @@ class Service:
         finally:
             blocks, nbytes = (0, 0) if failed else self._moved
             self._grant.tenant.meter.spend(nbytes)
+            self._session.count(verb_of(incoming.message), blocks)
             self._node.operations.done(
                 verb_of(incoming.message), self._session.name, self._session.tenant,
                 seconds=time.monotonic() - started, blocks=blocks, nbytes=nbytes, failed=failed,

@@ -32,6 +32,8 @@ _MAX_ABANDONED: Final = 4096
 _MAX_CONNECTIONS: Final = 64
 _MAX_LEFT_BEHIND: Final = 16
 _LOOK_THROUGH: Final = 1024
+_LOADING: Final = ("load", "peer_read")
+_SAVING: Final = ("save", "commit", "peer_write")
 
 
 class EngineSession:
@@ -46,6 +48,7 @@ class EngineSession:
         self.core = Session(name)
         self.store: SessionStore = store.for_session(self.core)
         self.connections = 0
+        self.loaded_blocks = self.saved_blocks = 0
         self.processes: set[int] = set()
         self.left_behind: list[EngineSession] = []
         """Earlier sessions of the same name with slots in quarantine, which this one may end."""
@@ -55,6 +58,16 @@ class EngineSession:
 
     def __repr__(self) -> str:
         return f"<EngineSession {self.name} of {self.tenant}: {self.connections} connections>"
+
+    def count(self, verb: str, blocks: int) -> None:
+        """A request has moved blocks."""
+        if not blocks:
+            return
+        with self._lock:
+            if verb in _LOADING:
+                self.loaded_blocks += blocks
+            elif verb in _SAVING:
+                self.saved_blocks += blocks
 
     @property
     def lease_count(self) -> int:

@@ -96,12 +96,14 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One session that is connected."""
+    """One session that is connected, and the blocks that it has loaded and written since it came."""
 
     session: str
     tenant: str
     connections: int
     leases: int
+    loaded_blocks: int
+    saved_blocks: int
     processes: tuple[int, ...]
 
 
@@ -236,6 +238,8 @@ def _client(session: EngineSession) -> ClientStatus:
         tenant=session.tenant,
         connections=session.connections,
         leases=session.lease_count,
+        loaded_blocks=session.loaded_blocks,
+        saved_blocks=session.saved_blocks,
         processes=tuple(sorted(session.processes)),
     )
 
