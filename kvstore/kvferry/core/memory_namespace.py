@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core import keys as _keys
@@ -166,7 +166,42 @@ class MemoryNamespace:
                 sources[key] = source
             parents[key] = above
             above = key
-        return saving.save(self._store, self, sources, parents, deadline)
+
+        def copy(missing: Iterable[BlockKey], slots: Sequence[Slot]) -> None:
+            self._store.arena.write(slots, map(sources.__getitem__, missing))
+
+        return saving.save(self._store, self, parents, deadline, copy)
+
+    def save_by(
+        self,
+        keys: Sequence[BlockKey],
+        fill: Callable[[dict[BlockKey, memoryview]], None],
+        *,
+        parent: BlockKey | None,
+        deadline: float,
+    ) -> int:
+        """As :meth:`save`, of what somebody else writes into the slots; returns the blocks newly stored.
+
+        Args:
+            keys: From head to tail; they differ.
+            fill: Given writable memory for each key that is not stored, fills all of it before it returns,
+                and keeps none. Not called if all are stored.
+            parent: The key before the first.
+            deadline: By when there must be room; what ``fill`` takes is its own.
+
+        Raises:
+            CapacityError: As :meth:`reserve`.
+            LeaseExpiredError: As :meth:`save`. Whatever ``fill`` raises goes on; nothing is stored then.
+        """
+        keys = require_keys(keys)
+        _require_parent(parent)
+        view = self._store.arena.view
+
+        def filled(missing: Iterable[BlockKey], slots: Sequence[Slot]) -> None:
+            fill(dict(zip(missing, map(view, slots), strict=True)))
+
+        parents = dict(zip(keys, [parent, *keys], strict=False))
+        return saving.save(self._store, self, parents, checked_deadline(deadline), filled)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """Bring blocks up from slower tiers in the background, if there are any."""

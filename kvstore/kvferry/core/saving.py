@@ -1,4 +1,4 @@
-"""The way of a save through the store in memory: slots, copy, publish.
+"""The way of a save through the store in memory: slots, their bytes, publish.
 
 Without a lease: nobody learns of the slots before their blocks are whole, so there is nothing that another
 process could hold, and no deadline by which it must be done. What is in the index meanwhile may be evicted,
@@ -7,7 +7,7 @@ removed and saved by others as ever; the slots are in no index and are this call
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LeaseExpiredError
@@ -24,18 +24,19 @@ __all__ = ["save"]
 def save(
     store: MemoryStore,
     namespace: MemoryNamespace,
-    sources: Mapping[BlockKey, memoryview],
     parents: dict[BlockKey, BlockKey | None],
     deadline: float,
+    fill: Callable[[Mapping[BlockKey, BlockKey | None], Sequence[Slot]], None],
 ) -> int:
     """Store those of the blocks that are not stored; all of them become visible at once, or none.
 
     Args:
         store: Where to.
         namespace: Whose blocks; its session pays for the slots while they are filled.
-        sources: The bytes of each block, of the namespace's block size.
-        parents: The same keys with the key before each, from head to tail.
+        parents: The keys with the key before each, from head to tail.
         deadline: By when there must be room.
+        fill: Given those that are not stored and a slot for each, writes the bytes of all before it returns;
+            not called if there are none. No lock is held. What it raises ends the save, nothing is stored.
 
     Returns:
         The blocks newly stored.
@@ -54,7 +55,7 @@ def save(
             if not missing:
                 return 0
             charged = _charge(store, namespace, len(slots))
-        store.arena.write(slots, map(sources.__getitem__, missing))
+        fill(missing, slots)
     except BaseException:
         _give_back(store, namespace, slots, charged)
         raise

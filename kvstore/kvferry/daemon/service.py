@@ -375,15 +375,20 @@ class Service:
         deadline = deadline_in(message.timeout_s)
         self._moved = (len(keys), incoming.payload_nbytes)
         parent = None if message.parent is None else BlockKey(message.parent)
-        with namespace.reserve(keys, parent=parent, deadline=deadline) as lease:
-            with lease.writing():
-                incoming.read_into(self._places(lease, keys, namespace.block_nbytes), deadline)
-            return Reply(d.Stored(blocks=lease.commit()))
+
+        def fill(slots: dict[BlockKey, memoryview]) -> None:
+            incoming.read_into(self._places(slots, keys, namespace.block_nbytes), deadline)
+
+        stored = namespace.save_by(keys, fill, parent=parent, deadline=deadline)
+        if not stored:  # all were there before, or somebody was faster
+            incoming.discard(deadline)
+        return Reply(d.Stored(blocks=stored))
 
     @staticmethod
-    def _places(lease: SlotWriteLease, keys: Sequence[BlockKey], block_nbytes: int) -> list[memoryview]:
+    def _places(
+        slots: dict[BlockKey, memoryview], keys: Sequence[BlockKey], block_nbytes: int
+    ) -> list[memoryview]:
         """Where each block goes: its slot, or nowhere if it is stored already."""
-        slots = {key: lease.view(index) for index, key in enumerate(lease.keys)}
         if len(slots) == len(keys):
             return list(slots.values())
         nowhere = page_aligned((len(keys) - len(slots)) * block_nbytes)  # little: see _MOST_IN_ONE_NBYTES

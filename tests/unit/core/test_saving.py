@@ -226,3 +226,52 @@ def test_a_block_larger_than_memory_is_named_as_that() -> None:
     ):
         save_blocks(ns, chain(ns, 1, 1))
     store.close()
+
+
+# -- by what somebody else writes ------------------------------------------------------------------------
+
+
+def filling(slots: dict[BlockKey, memoryview]) -> None:
+    for key, view in slots.items():
+        view[:] = block_bytes(key, N)
+
+
+def test_somebody_else_writes_what_is_not_stored(store: MemoryStore) -> None:
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 1, 4)
+    save_blocks(ns, keys[:2])
+    given: list[list[BlockKey]] = []
+
+    def fill(slots: dict[BlockKey, memoryview]) -> None:
+        given.append(list(slots))
+        assert ns.lookup(keys).prefix == 2
+        assert store.stats().pinned_nbytes == 2 * N
+        filling(slots)
+
+    for stored in (2, 0):  # the second time nothing is missing, and nobody is asked
+        assert ns.save_by(keys, fill, parent=None, deadline=deadline_in(20)) == stored
+    assert given == [keys[2:]]
+    assert_whole(ns, keys)
+
+
+def test_what_fails_while_somebody_else_writes_leaves_nothing(store: MemoryStore) -> None:
+    session = Session("other")
+    ns = store.for_session(session).namespace(SPEC)
+    keys = chain(ns, 1, 4)
+
+    def failing(slots: dict[BlockKey, memoryview]) -> None:
+        filling(slots)
+        raise TimeoutError
+
+    def ending(slots: dict[BlockKey, memoryview]) -> None:
+        filling(slots)
+        session.end()
+
+    with pytest.raises(TimeoutError):
+        ns.save_by(keys, failing, parent=None, deadline=deadline_in(20))
+    assert_empty(store)
+    with pytest.raises(LeaseExpiredError, match="nothing of it is kept"):
+        ns.save_by(keys, ending, parent=None, deadline=deadline_in(20))
+    assert_empty(store)
+    with pytest.raises(ConfigError):
+        store.namespace(SPEC).save_by([BlockKey(b"short")], filling, parent=None, deadline=deadline_in(20))

@@ -248,6 +248,35 @@ def test_a_signal_reaches_its_handler(two: tuple[Channel, Channel], spawn: Any, 
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_send_goes_on_after_a_signal_in_what_was_hashed_ahead(pair: Any, spawn: Any, until: Any) -> None:
+    client, server = pair("tcp")
+    for channel, option in ((client, socket.SO_SNDBUF), (server, socket.SO_RCVBUF)):
+        channel._connection.bare.sock.setsockopt(socket.SOL_SOCKET, option, 16_384)
+        client.send(m.LayerAck(), deadline=deadline_in(20))  # which tells the kernel a limit
+        server.receive(deadline_in(20))
+    data, handled = random.Random(1).randbytes(2 << 20), threading.Event()
+
+    def interrupt_and_receive() -> bool:
+        until(lambda: client._connection.bare.inside)
+        main = threading.main_thread()
+        until_asleep(main.native_id or 0, deadline_in(30))
+        signal.pthread_kill(main.ident or 0, signal.SIGALRM)
+        assert handled.wait(20)
+        place = memoryview(bytearray(len(data)))
+        server.receive(deadline_in(20)).read_into([place], deadline_in(20))
+        return place == data
+
+    before = signal.signal(signal.SIGALRM, lambda *_: handled.set())
+    try:
+        received = spawn(interrupt_and_receive)
+        client.send(
+            m.PutLayer(layer=1, blocks=()), [data[:100_000], data[100_000:]], deadline=deadline_in(60)
+        )
+        assert received.result(40)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_look_does_not_pass_the_deadline(pair: Any) -> None:
     client, server = pair("tcp")
     server._connection.spin_s = 60.0

@@ -31,6 +31,7 @@ typedef struct {
     uint64_t plain;            // whether there is no hash and no trailer
     uint64_t first;            // so many bytes are sent by a call of their own before the others; 0: none
     uint64_t room;             // so many bytes, trailer included, go over this socket before another one is due
+    uint64_t ahead;            // so many of the bytes that are sent next are hashed already
     kvc_hash hash;
 } kvc_stream;
 
@@ -50,6 +51,13 @@ static uint64_t stream_window(const kvc_stream *s, struct iovec *window, int *nu
     return nbytes;
 }
 
+// Hash `nbytes` from `data` on that are about to move or have moved, but for those that were hashed ahead.
+static void stream_hash(kvc_stream *s, const uint8_t *data, uint64_t nbytes, const kvc_kernels *k) {
+    const uint64_t skip = s->ahead < nbytes ? s->ahead : nbytes;
+    s->ahead -= skip;
+    hash_update(&s->hash, data + skip, nbytes - skip, k);
+}
+
 // `nbytes` have moved: go on behind them, and hash them if asked.
 static void stream_advance(kvc_stream *s, uint64_t nbytes, int hashes, const kvc_kernels *k) {
     s->left -= nbytes;
@@ -57,7 +65,7 @@ static void stream_advance(kvc_stream *s, uint64_t nbytes, int hashes, const kvc
         const struct iovec *part = &s->parts[s->index];
         uint64_t take = part->iov_len - s->offset;
         if (take > nbytes) take = nbytes;
-        if (hashes) hash_update(&s->hash, (const uint8_t *)part->iov_base + s->offset, take, k);
+        if (hashes) stream_hash(s, (const uint8_t *)part->iov_base + s->offset, take, k);
         s->offset += take;
         nbytes -= take;
         if (s->offset == part->iov_len) s->index++, s->offset = 0;
@@ -123,6 +131,17 @@ static int stream_plain(kvc_stream *s, int sending, const kvc_kernels *k) {
     return STREAM_DONE;
 }
 
+// Hash what is sent next before it is sent, which takes no longer than behind it. Its head has just left alone: meanwhile
+// the receiver wakes up and finds a place, and then reads while the bytes are sent, not behind them.
+static void stream_look_ahead(kvc_stream *s, const kvc_kernels *k) {
+    struct iovec window[STREAM_PARTS];
+    int number = 0;
+    if (s->left <= STREAM_SEND_WINDOW) return;
+    const uint64_t nbytes = stream_window(s, window, &number, STREAM_SEND_WINDOW);
+    for (int i = 0; i < number; i++) hash_update(&s->hash, window[i].iov_base, window[i].iov_len, k);
+    s->ahead = nbytes;
+}
+
 // Send all parts and their hash behind them.
 static int stream_send(kvc_stream *s, const kvc_kernels *k) {
     struct iovec window[STREAM_PARTS + 1];
@@ -135,12 +154,13 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
         // the last bytes are hashed first, so that the hash leaves with them
         uint64_t most = s->left <= STREAM_LAST || s->sealed ? s->left : s->left - STREAM_LAST;
         if (most > STREAM_SEND_WINDOW) most = STREAM_SEND_WINDOW;
-        if (s->first && s->first < most) most = s->first;
+        const int alone = s->first && s->first < most;
+        if (alone) most = s->first;
         s->first = 0;
         const uint64_t nbytes = stream_window(s, window, &number, stream_least(most, s->room));
         const int last = nbytes == s->left;
         if (last && !s->sealed) {
-            for (int i = 0; i < number; i++) hash_update(&s->hash, window[i].iov_base, window[i].iov_len, k);
+            for (int i = 0; i < number; i++) stream_hash(s, window[i].iov_base, window[i].iov_len, k);
             s->trailer = hash_end(&s->hash, k);
             s->sealed = 1;
         }
@@ -153,6 +173,7 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
         s->trailer_done += (uint32_t)((uint64_t)sent - moved);
         s->room -= (uint64_t)sent;
         if ((uint64_t)sent < wanted) return STREAM_SHORT;
+        if (alone) stream_look_ahead(s, k);
     }
     return STREAM_DONE;
 }
