@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from kvferry.transports.mooncake.aliases import shared_memory
 from kvferry.transports.mooncake.engine import unavailable
-from kvferry.transports.mooncake.regions import MooncakeRegions
+from kvferry.transports.mooncake.regions import MooncakeRegions, device_memory
 
-__all__ = ["MooncakeRegions", "shared_memory", "unavailable"]
+__all__ = ["MooncakeRegions", "device_memory", "shared_memory", "unavailable"]

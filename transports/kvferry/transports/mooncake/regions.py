@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import logging
 import os
@@ -27,7 +28,7 @@ from kvferry.transports.region import (
     check_access,
 )
 
-__all__ = ["MooncakeRegions"]
+__all__ = ["MooncakeRegions", "device_memory"]
 
 _log = logging.getLogger(__name__)
 _CLOSE_S: Final = 5.0
@@ -70,7 +71,7 @@ class MooncakeRegions(RegionTransport):
             these addresses and networks, and from this host, the library's ports are reached, while no host
             name is among them: names are not looked up.
         host: Where peers reach this process: an IPv4 address or a name.
-        wire: ``tcp`` or ``rdma``; with the build for it, rdma moves device memory too.
+        wire: ``tcp`` or ``rdma``; with the build for it, rdma moves :func:`device_memory` too.
         devices: RDMA devices to use; all if empty.
 
     Raises:
@@ -226,6 +227,27 @@ def _is_over(transfer: MooncakeTransfer) -> bool:
         except KVFerryError:
             return True
     return True
+
+
+def device_memory(pointer: int, nbytes: int, owner: object = None) -> memoryview:
+    """Device memory in the form that ``open_window`` and ``RegionPart`` take; for ``wire="rdma"`` only.
+
+    Only addresses of it are used, by the library. **Nobody may look into it:** that reads host memory at an
+    address of the device, which ends the process.
+
+    Args:
+        pointer: Where it begins, as of ``Tensor.data_ptr()``; of memory that Mooncake's build knows.
+        nbytes: Its size.
+        owner: What keeps it, a tensor: held for as long as a view of it is.
+
+    Raises:
+        ConfigError: If there is nothing at such a place.
+    """
+    if pointer <= 0 or nbytes <= 0:
+        raise ConfigError(f"device memory of {nbytes} bytes at {pointer:#x}: give a pointer and its size")
+    place = (ctypes.c_ubyte * nbytes).from_address(pointer)
+    place.owner = owner  # type: ignore[attr-defined]
+    return np.ctypeslib.as_array(place).data  # of the format "B", which ctypes has not
 
 
 def _address(view: memoryview) -> int:
