@@ -33,3 +33,8 @@ class TestMooncakeRegions(RegionSuite):
 
     def allocate(self, nbytes: int) -> memoryview:
         return shared_memory(nbytes)
+
+
+@pytest.mark.soak
+class TestMooncakeRegionsAtFullScale(TestMooncakeRegions):
+    largest_nbytes: ClassVar[int] = 64 << 20

@@ -17,7 +17,7 @@ from kvferry.cli.daemon_http import Port
 from kvferry.client import Client, ClientOptions
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import KVFerryError, OverloadedError, TransferTimeoutError, UnavailableError
-from kvferry.testing.blocks import save_blocks, small_spec, stop_process, wait_until
+from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, stop_process, wait_until
 from kvferry.testing.processes import Command
 
 SPEC = small_spec("serve")
@@ -64,7 +64,7 @@ def test_it_starts_in_a_second_of_work(tmp_path: Path) -> None:
 
 def test_it_starts_with_what_it_needs_and_raises_its_limit_of_files(tmp_path: Path) -> None:
     """Modules are counted, since times say more of the machine: 750 take 0.4 s on one that is idle."""
-    words = ("--listen", "tcp://127.0.0.1:0", "--http", "http://127.0.0.1:0", *disk(tmp_path))
+    words = ("--listen", "tcp://[::1]:0", "--http", "http://127.0.0.1:0", *disk(tmp_path))
     with serve(tmp_path, *words, environment={"PYTHONPROFILEIMPORTTIME": "1"}) as daemon:
         ready = daemon.wait_ready()
         modules = imported(daemon.err)
@@ -73,7 +73,15 @@ def test_it_starts_with_what_it_needs_and_raises_its_limit_of_files(tmp_path: Pa
         assert len(modules) <= 860
         unix, tcp = ready["listen"].split()
         assert unix == f"unix://{tmp_path}/d.sock"
+        assert tcp.startswith("tcp://[::1]:")
         assert not tcp.endswith(":0")
+        with Client(tcp) as client:  # C152: a daemon and its client over [::1]
+            ns = client.namespace(SPEC)
+            keys = ns.keys([1] * 3 * SPEC.block_tokens)
+            assert save_blocks(ns, keys) == 3
+            with ns.load(keys, deadline=deadline_in(20)) as lease:
+                blocks = [lease.view(n) == block_bytes(key, SPEC.block_nbytes) for n, key in enumerate(keys)]
+        assert blocks == [True] * 3
         assert (ready["tiers"], ready["memory"]) == ("dram,disk", "8MiB")
         assert int(ready["pid"]) == daemon.process.pid
         limits = Path(f"/proc/{daemon.process.pid}/limits").read_text()

@@ -25,6 +25,7 @@ from kvferry.core.errors import (
     ProtocolError,
     TransportError,
 )
+from kvferry.testing.transports_common import resident_nbytes
 from kvferry.transports import Connection, Listener
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 from kvferry.wire import messages as m
@@ -364,19 +365,24 @@ def test_a_handler_may_close_its_server(serve: Serve) -> None:
     channel.abort()
 
 
-def test_connections_that_come_and_go_leave_nothing(serve: Serve, until: Any) -> None:
-    """C070, some cut in the middle of the handshake."""
+@pytest.mark.parametrize("cycles", [150, pytest.param(2000, marks=pytest.mark.soak)])
+def test_connections_that_come_and_go_leave_nothing(serve: Serve, until: Any, cycles: int) -> None:
+    """C070, some cut in the middle of the handshake; many leave no memory in use either."""
     server = serve()
     ping(server.address).close()
     until(lambda: server.connections + server.arriving == 0)
     descriptors, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-    for n in range(150):
+    resident = 0
+    for n in range(cycles):
         if n % 3:
             ping(server.address).close()
         else:
             with raw(server.address) as sock:
                 sock.sendall(b"KVFY\x01\x00\x01"[: n % 8])
+        if n == 200:  # by then everything was in use once
+            resident = resident_nbytes()
     until(lambda: server.connections + server.arriving == 0)
+    assert not resident or resident_nbytes() - resident < 4 << 20  # 2 KiB a cycle would be more
     until(lambda: threading.active_count() <= threads)
     until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
     ping(server.address).close()
