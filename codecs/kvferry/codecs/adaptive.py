@@ -63,6 +63,11 @@ _TRIALS_SHARE: Final = 0.005
 _TRIAL_ENDS_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 2.0
 _OTHER_LINK: Final = 2.0
+_QUIET_S: Final = 0.3
+"""Where raw is predicted to be the fastest, and its last window was as those before, nothing is learnt for so
+long: to look at each piece costs some percent where the cores are the limit."""
+_QUIET_SHARE: Final = 0.25
+"""Of it, which is taken for traffic: how much there was is not counted."""
 _FAR_FROM_CORES: Final = 3.0
 """A pipeline that takes so many times what encoding and decoding take is surely limited by the link."""
 _LINK_BOUND: Final = 1.15
@@ -149,6 +154,7 @@ class AdaptiveChoice:
         self._used_nbytes = 0
         self._used_windows = 0
         self._to_beat = 0.0  # what was used before it costs a byte
+        self._quiet_until = -math.inf  # nothing is to be learnt, of what goes raw
         self._paused_until = 0.0  # nothing new is tried before so much traffic
         self._paused_link = 0.0  # on which link
 
@@ -171,6 +177,16 @@ class AdaptiveChoice:
                 self._look()
                 return RAW
             return self._chosen
+
+    @property
+    def rests(self) -> bool:
+        """Whether :meth:`choose` says raw and :meth:`probe` nothing, until more is reported or it is time."""
+        return self._chosen == RAW and not self._news and self._clock() < self._probe_at
+
+    @property
+    def quiet_until(self) -> float:
+        """Time up to which all goes raw, with nothing reported: the link was just seen to be the same."""
+        return self._quiet_until
 
     def _look_due(self, used: _Candidate) -> bool:
         """Whether the link may have changed since it was seen without a codec in its way."""
@@ -235,6 +251,9 @@ class AdaptiveChoice:
                 current = self._cheapest(better)
         if current != self._chosen:
             self._switch(current, now, predicted[self._chosen])
+        elif current == RAW and min(predicted.values()) == predicted[RAW] and self._link.steady(_OTHER_FLOW):
+            self._quiet_until = now + _QUIET_S
+            self._traffic_s += _QUIET_S * _QUIET_SHARE
         runner_up = min((n for n in predicted if n != current), key=lambda n: predicted[n], default=None)
         if runner_up is None:
             self._reason = "no candidate is measured yet"
@@ -289,6 +308,7 @@ class AdaptiveChoice:
         if left is not None and left.flow.windows:
             self._judge(left, now, name)
         self._used_s, self._used_nbytes, self._used_windows = 0.0, 0, 0
+        self._quiet_until = -math.inf
         if name != RAW:
             self._candidates[name].flow.keep(_KEPT_WINDOWS)
         self._to_beat = min(cost, self._link.value)

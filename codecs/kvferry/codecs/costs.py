@@ -76,6 +76,10 @@ class FlowCost:
         """Whether no more windows will be known than are."""
         return len(self._costs) == _RECENT_WINDOWS
 
+    def steady(self, factor: float) -> bool:
+        """Whether the last window is no further than ``factor`` from the value."""
+        return bool(self._costs) and self.value / factor <= self._costs[-1] <= self.value * factor
+
     def add(self, nbytes: float, seconds: float) -> bool:
         """A piece of ``nbytes`` was in place so long after the one before; whether a window is full."""
         if nbytes <= 0 or seconds < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -43,6 +44,16 @@ class Choice(Protocol):
         """A pipeline, or ``raw``."""
         ...
 
+    @property
+    def rests(self) -> bool:
+        """Whether the next pieces surely go as they are with no other beside them, until more is reported."""
+        ...
+
+    @property
+    def quiet_until(self) -> float:
+        """Monotonic time up to which all goes as it is and nothing needs to be reported."""
+        ...
+
     def probe(self) -> str:
         """Another pipeline with which the next piece should go, beside what is chosen; or nothing."""
         ...
@@ -73,6 +84,16 @@ class FixedChoice:
     def choose(self) -> str:
         """Always the same."""
         return self._status.chosen
+
+    @property
+    def rests(self) -> bool:
+        """Whether that is raw."""
+        return self._status.chosen == RAW
+
+    @property
+    def quiet_until(self) -> float:
+        """For ever, or never."""
+        return math.inf if self.rests else -math.inf
 
     def probe(self) -> str:
         """Nothing."""
@@ -217,10 +238,12 @@ class LinkCodec:
     def agree(self, capabilities: Sequence[str], spec: KVSpec) -> tuple[str, ...]:
         """The pipelines for one stream: those that the other end decodes and that apply to ``spec``."""
         names, why = [], ""
+        with self._lock:
+            failed = dict(self._failed)
         for name, pipeline in self.codec.pipelines.items():
             missing = [s for s in _stage_names(pipeline) if f"codec.{s}.{VERSION}" not in capabilities]
             reason = f"the other end cannot decode {missing[0]!r}" if missing else pipeline.unsupported(spec)
-            if reason := self._failed.get(name, reason):
+            if reason := failed.get(name, reason):
                 why = f"{name} is not used: {reason}"
             else:
                 names.append(name)

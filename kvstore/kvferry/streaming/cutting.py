@@ -76,6 +76,7 @@ class PartCutter:
             parts[-1].blocks += (block,)
             parts[-1].parts.extend(views)
             nbytes += size
+            parts[-1].nbytes = nbytes
             unsent.discard(block)
         return parts
 

@@ -58,8 +58,8 @@ class LayerPart:
         parts: Bytes of each block: its tensors and the padding, as many views a block as the others have; or
             one view, of the encoded frame.
         codec: How it is encoded.
-        nbytes: Bytes of KV, before encoding; known where a codec is used.
-        ready_at: Monotonic time at which the model handed it over, likewise.
+        nbytes: Bytes of KV, before encoding.
+        ready_at: Monotonic time at which the model handed it over; known where a codec is used.
         sent: Called once its memory is not used any more.
         hold: Shared by all parts of the same memory, those that are cut from them included.
     """

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -30,6 +30,9 @@ _AHEAD: Final = 3
 _SETTLE: Final = 3
 """Pieces after a change of the pipeline that say nothing: they find the other one's work in their way."""
 _REPORT_S: Final = 0.002
+"""Some pieces are looked at and told together: what goes as it is has no time to lose."""
+_MOST_ACKS: Final = 6
+_CLOCK_S: Final = 1e-6
 _TICK_S: Final = 1.0
 KEPT_TOKENS: Final = 4
 """At the start of a prompt, which go as they are where a pipeline is lossy: they take much of every head's
@@ -44,10 +47,11 @@ _Mark: TypeAlias = tuple[str, int, float]
 class PartEncoder:
     """Decides how the parts of a stream go, and encodes them in a thread of its own, ahead of the link.
 
-    Parts wait here in the order in which :meth:`put` took them. Where they go as they are, the sending thread
-    takes each with :meth:`pull` when it can send it, as if there were no codec. Where a pipeline is chosen,
-    the encoding thread takes them, some frames ahead of the link, until something else is chosen. Either way
-    a choice is made for one part at a time, when its turn comes.
+    Parts wait here in the order in which :meth:`put` took them. Where the choice rests on raw they are with
+    what is ready to be sent, as if there were no codec, and come back when something else might be chosen.
+    Else the sending thread takes each with :meth:`pull` when it can send it. Where a pipeline is chosen, the
+    encoding thread takes them, some frames ahead of the link, until something else is chosen. Either way a
+    choice is made for one part at a time, when its turn comes.
 
     Args:
         link: The codec of the link.
@@ -55,7 +59,7 @@ class PartEncoder:
         channel: To the receiver.
         lock: Of the sender, guards all state.
         changed: Its condition, with that lock; notified of frames that are ready.
-        forward: Takes a part that is ready to be sent; called with the lock held.
+        ready: Parts that are ready to be sent, with that lock.
         start: Starts the thread, which is to call :meth:`run`; called once, when there is work for it.
         failed: Takes what ended the thread early.
     """
@@ -68,7 +72,7 @@ class PartEncoder:
         lock: threading.RLock,
         changed: threading.Condition,
         *,
-        forward: Callable[[LayerPart], None],
+        ready: deque[LayerPart],
         start: Callable[[Callable[[], None]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -80,17 +84,23 @@ class PartEncoder:
         self._delivery: Delivery = EncodedDelivery(channel)
         self._changed = changed
         self._work = threading.Condition(lock)  # wakes the encoding thread alone
-        self._forward = forward
+        self._ready = ready
         self._start = start
         self._failed = failed
         self._started = False
         self._waiting: deque[LayerPart] = deque()
         self._probing: deque[LayerPart] = deque()  # one part that goes another way, for the thread
         self._encoding = False  # what waits is for the thread
+        self._quiet_until = self._choice.quiet_until
+        self._resting = self._quiet = time.monotonic() < self._quiet_until
+        self._unmarked = 0  # under way as they are, before those in ``_plain``; nothing is learnt from them
         self._busy = False
         self._ended = False
         self._ahead = 0
-        self._under_way: dict[bool, deque[_Mark]] = {True: deque(), False: deque()}  # by whether encoded
+        self._plain: deque[_Mark] = deque()  # under way as they are
+        self._encoded_ones: deque[_Mark] = deque()  # under way encoded
+        self._acks = 0  # of parts in ``_plain`` that were not looked at
+        self._acks_a_look = 1
         self._last_codec = ""
         self._last_at = 0.0
         self._in_a_row = 0
@@ -107,11 +117,49 @@ class PartEncoder:
     def put(self, parts: list[LayerPart]) -> None:
         """Take parts; with the lock held."""
         now = time.monotonic()
+        if self._quiet and now < self._quiet_until:
+            self._ready.extend(parts)
+            return
         for part in parts:
-            part.ready_at, part.codec = now, ""
-        self._waiting.extend(parts)
+            part.ready_at = now
+        if self._resting and not self._quiet and self._ready:
+            self._ready.extend(parts)
+            return
+        self._take_back()
+        self._wait(parts)
         if self._encoding:
             self._work.notify()
+
+    def _wait(self, parts: Iterable[LayerPart]) -> None:
+        for part in parts:
+            part.codec = ""
+            self._waiting.append(part)
+
+    def _rest(self) -> None:
+        """What waits goes as it is, until :meth:`_take_back`."""
+        for part in self._waiting:
+            part.codec = RAW
+        self._ready.extend(self._waiting)
+        self._waiting.clear()
+        self._resting = True
+
+    def _take_back(self) -> None:
+        """A choice is made for each part again."""
+        if not self._resting:
+            return
+        self._resting = self._quiet = False
+        parts = list(self._ready)
+        self._ready.clear()
+        self._ready.extend(part for part in parts if part.codec != RAW)
+        self._wait(part for part in parts if part.codec == RAW)
+
+    def _keep_quiet(self) -> None:
+        """Learn nothing for a while: what is known of the link was just confirmed."""
+        self._unmarked += len(self._plain) - self._acks
+        self._plain.clear()
+        self._acks, self._acks_a_look = 0, 1
+        self._last_codec = ""
+        self._quiet, self._quiet_until = True, self._choice.quiet_until
 
     def pull(self) -> LayerPart | None:
         """A part to be sent as it is, if that is how the next one goes; with the lock held."""
@@ -125,8 +173,10 @@ class PartEncoder:
                     continue
             part.codec = part.codec or self._choice.choose()
             if part.codec == RAW:
-                part.nbytes = sum(map(len, part.parts))
-                return self._waiting.popleft()
+                self._waiting.popleft()
+                if self._choice.rests:
+                    self._rest()
+                return part
             self._encoding = True
             self._wake()
         return None
@@ -139,37 +189,65 @@ class PartEncoder:
 
     def sending(self, part: LayerPart) -> None:
         """A part is about to be sent; with the lock held."""
+        if self._quiet:
+            self._unmarked += 1
+            return
         # not the part itself, which holds the model's memory or a buffer
-        self._under_way[part.codec not in (RAW, _KEPT)].append((part.codec, part.nbytes, part.ready_at))
+        mark = (part.codec, part.nbytes, part.ready_at)
+        (self._plain if part.codec in (RAW, _KEPT) else self._encoded_ones).append(mark)
 
-    def acknowledged(self, ack: LayerAck | EncodedAck) -> bool:
-        """Learn from an acknowledgement, with the lock held; whether such a part was under way."""
-        under_way = self._under_way[isinstance(ack, EncodedAck)]
-        if not under_way:
-            return False
-        (codec, nbytes, ready_at), now = under_way.popleft(), time.monotonic()
+    def acknowledged(self, ack: LayerAck | EncodedAck, count: int) -> bool:
+        """Learn from an acknowledgement, with the lock held; whether ``count`` such parts were under way."""
         if isinstance(ack, EncodedAck):
-            self._choice.decoded(codec, nbytes, ack.decode_s)
-        if codec == _KEPT:
+            if not self._encoded_ones:
+                return False
+            mark = self._encoded_ones.popleft()
+            self._choice.decoded(mark[0], mark[1], ack.decode_s)
+            self._learn([mark])
             return True
+        if self._unmarked:
+            if self._quiet and time.monotonic() >= self._quiet_until:
+                self._take_back()
+            unmarked = min(count, self._unmarked)
+            self._unmarked -= unmarked
+            count -= unmarked
+            if not count:
+                return True
+        self._acks += count
+        if self._acks > len(self._plain):
+            return False
+        if self._acks >= self._acks_a_look:
+            marks = [self._plain.popleft() for _ in range(self._acks)]
+            self._acks = 0
+            self._learn(marks)
+        return True
+
+    def _learn(self, marks: list[_Mark]) -> None:
+        """Parts came into place since the last call, the last one now."""
+        codec, now = marks[-1][0], time.monotonic()
+        if codec == _KEPT:
+            return
         last_at, self._last_at = self._last_at, now
-        if codec != self._last_codec or ready_at > last_at:
+        if any(ready_at > last_at or name != self._last_codec for name, _, ready_at in marks):
             self._in_a_row = self._moved_nbytes = 0
             self._moved_s = 0.0
+            self._acks_a_look = 1
         elif self._in_a_row < _SETTLE:
             self._in_a_row += 1
         else:
-            self._moved(codec, nbytes, now - last_at)
+            self._moved_nbytes += sum(nbytes for _, nbytes, _ in marks)
+            self._moved_s += now - last_at
+            if self._moved_s >= _REPORT_S:
+                self._choice.moved(codec, self._moved_nbytes, self._moved_s)
+                self._moved_nbytes, self._moved_s = 0, 0.0
+                each = max(now - last_at, _CLOCK_S) / len(marks)
+                self._acks_a_look = min(max(int(_REPORT_S / each), 1), _MOST_ACKS)
+                if not self._choice.rests:
+                    self._take_back()
+                elif self._resting and now < self._choice.quiet_until:
+                    self._keep_quiet()
+                    return
         self._last_codec = codec
-        return True
-
-    def _moved(self, codec: str, nbytes: int, seconds: float) -> None:
-        """Report some pieces together: what goes raw has no time to lose."""
-        self._moved_nbytes += nbytes
-        self._moved_s += seconds
-        if self._moved_s >= _REPORT_S:
-            self._choice.moved(codec, self._moved_nbytes, self._moved_s)
-            self._moved_nbytes, self._moved_s = 0, 0.0
 
     def stop(self) -> None:
         """Encode no more and end the thread; with the lock held."""
@@ -306,7 +384,8 @@ class PartEncoder:
     def _emit(self, part: LayerPart) -> None:
         with self._changed:
             if not self._ended:
-                self._forward(part)
+                self._take_back()  # encoded frames go first, in their order
+                self._ready.append(part)
                 self._changed.notify_all()
 
 

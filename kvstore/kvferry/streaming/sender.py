@@ -216,7 +216,7 @@ class LayerSender:
         if self._placing is None and self._codec is not None and codecs:
             self._encoder = PartEncoder(
                 self._codec, self._layout, self._channel, self._lock, self._cond,
-                forward=self._queue.append, start=partial(self._start, "encode"), failed=self._fail_and_cut,
+                ready=self._queue, start=partial(self._start, "encode"), failed=self._fail_and_cut,
             )  # fmt: skip
         return missing
 
@@ -399,7 +399,7 @@ class LayerSender:
         self._under_way -= count
         if self._encoder is None:
             return isinstance(message, m.LayerAck)
-        return all(self._encoder.acknowledged(message) for _ in range(count))
+        return self._encoder.acknowledged(message, count)
 
     def _fail_and_cut(self, error: BaseException) -> None:
         self._fail(error)

@@ -71,6 +71,11 @@ class Link:
         """Send for some time; the mean seconds of a piece, and how often each pipeline was taken."""
         start, names = self.now, Counter[str]()
         while self.now - start < seconds:
+            if self.now < self.choice.quiet_until:
+                self.now += self.seconds(RAW)
+                names[RAW] += 1
+                self._last = ""
+                continue
             if probe := self.choice.probe():
                 self._report(probe)
                 self.now += PIECE / self.speeds[probe].ratio / self.rate / 1e9  # encoded beside the flow
