@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,3 +77,16 @@ class TestUnixReadOnly(TestUnix):
 class TestTcp(_OverDaemon):
     def listen(self) -> list[str]:
         return ["daemon.socket=none", "daemon.listen=tcp://127.0.0.1:0"]
+
+
+class TestAuto(_OverDaemon):
+    """Which finds the daemon on this host: its memory is shared."""
+
+    def listen(self) -> list[str]:
+        return ["daemon.socket=none", "daemon.listen=auto://127.0.0.1:0"]
+
+
+@pytest.mark.skipif(find_spec("ucxx") is None, reason="needs the extra ucx")
+class TestUcx(_OverDaemon):
+    def listen(self) -> list[str]:
+        return ["daemon.socket=none", "daemon.listen=ucx://127.0.0.1:0"]
