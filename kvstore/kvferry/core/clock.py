@@ -13,7 +13,9 @@ from kvferry.core.errors import ConfigError
 __all__ = ["checked_deadline", "deadline_in", "earliest", "is_past", "remaining", "time_left"]
 
 
-_FAR_S: Final = 1e9  # further than any wait, and what every call that takes a timeout still takes
+_FAR_S: Final = 1e9  # further than any wait
+_LONGEST_WAIT_S: Final = 1e6  # sockets count milliseconds in 31 bits
+_NAN: Final = "a deadline is NaN; it is a time.monotonic() value, a float"
 
 
 def checked_deadline(deadline: float) -> float:
@@ -29,28 +31,53 @@ def checked_deadline(deadline: float) -> float:
         )
     seconds = float(deadline)
     if seconds != seconds:
-        raise ConfigError("a deadline is NaN; it is a time.monotonic() value, a float")
+        raise ConfigError(_NAN)
     return seconds if seconds < _FAR_S else min(seconds, time.monotonic() + _FAR_S)
 
 
 def deadline_in(seconds: float) -> float:
-    """The deadline ``seconds`` from now."""
-    return time.monotonic() + seconds
+    """The deadline ``seconds`` from now.
+
+    Raises:
+        ConfigError: If that is NaN.
+    """
+    deadline = time.monotonic() + seconds
+    if deadline != deadline:
+        raise ConfigError(_NAN)
+    return deadline
 
 
 def remaining(deadline: float) -> float:
-    """Seconds until ``deadline``; negative once it has passed."""
-    return deadline - time.monotonic()
+    """Seconds until ``deadline``; negative once it has passed.
+
+    Every wait comes through here, or through what is made of it below: a deadline of NaN is neither past nor
+    to come, and a wait for it would be one for ever.
+
+    Raises:
+        ConfigError: If it is NaN.
+    """
+    left = deadline - time.monotonic()
+    if left != left:
+        raise ConfigError(_NAN)
+    return left
 
 
 def time_left(deadline: float) -> float:
-    """Seconds until ``deadline``, never negative: for calls that take a timeout."""
-    return max(0.0, deadline - time.monotonic())
+    """Seconds until ``deadline`` for calls that take a timeout: never negative, and no more than they take.
+
+    Raises:
+        ConfigError: If it is NaN.
+    """
+    return min(max(0.0, remaining(deadline)), _LONGEST_WAIT_S)
 
 
 def is_past(deadline: float) -> bool:
-    """Whether ``deadline`` has passed."""
-    return time.monotonic() >= deadline
+    """Whether ``deadline`` has passed.
+
+    Raises:
+        ConfigError: If it is NaN.
+    """
+    return remaining(deadline) <= 0
 
 
 def earliest(*deadlines: float | None) -> float:

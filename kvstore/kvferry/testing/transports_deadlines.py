@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectError, TransferTimeoutError
+from kvferry.core.errors import ConfigError, ConnectError, TransferTimeoutError
 from kvferry.testing.threads import Blocked
 from kvferry.testing.transports_common import SHORT_S, TransportFixtures, blocking_buffer
 
@@ -68,6 +69,45 @@ class TransportDeadlines(TransportFixtures):
             started = time.monotonic()
             one.close()
             assert time.monotonic() - started < self.late_s
+
+    def test_deadline_of_nan_is_refused(self) -> None:
+        """It is neither past nor to come: a wait for it would never end."""
+        nan, view = float("nan"), memoryview(bytearray(2))
+        with self.connected() as (one, other):
+            for call in (
+                lambda: one.send([b"x"], nan),
+                lambda: one.send([blocking_buffer()], nan),
+                lambda: other.recv_into([view], nan),
+                lambda: other.recv_at_least(view, 1, nan),
+                lambda: other.recv_hashed(b"x", [view], nan),
+                lambda: other.wait_readable(nan),
+            ):
+                with pytest.raises(ConfigError, match="NaN"):
+                    call()
+            one.send([b"ok"], self.soon())
+            other.recv_into([view], self.soon())
+            assert view.tobytes() == b"ok"
+        with self.listening() as listener:
+            with pytest.raises(ConfigError, match="NaN"):
+                listener.accept(nan)
+            with pytest.raises(ConfigError, match="NaN"):
+                self.transport().connect(self.dial_url(listener), nan)
+
+    @pytest.mark.parametrize("deadline", [1e18, float("inf")])
+    def test_deadline_as_far_as_can_be(self, deadline: float, pool: ThreadPoolExecutor) -> None:
+        with self.listening() as listener:
+            accepting = pool.submit(listener.accept, deadline)
+            with (
+                closing(self.transport().connect(self.dial_url(listener), deadline)) as one,
+                closing(accepting.result(timeout=self.patience_s)) as other,
+            ):
+                view = memoryview(bytearray(2))
+                receiving = Blocked(pool, lambda: other.recv_into([view], deadline))
+                one.send([b"ok"], deadline)
+                receiving.future.result(timeout=self.patience_s)
+                one.close()
+                assert other.wait_readable(deadline)
+        assert view.tobytes() == b"ok"
 
     def test_connect_to_nobody_who_accepts_ends_in_time(self) -> None:
         """Whether or not it is made before it is accepted, it does not wait past its deadline."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import TypeVar
 
+from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection
 
 __all__ = ["next_ready"]
 
 _C = TypeVar("_C", bound=Connection)
-_MAX_WAIT_S: Final = 3600.0
 
 
 def next_ready(
@@ -52,7 +51,6 @@ def next_ready(
             if ready:
                 changed.notify_all()
                 return ready.popleft()
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if is_past(deadline):
                 raise TransferTimeoutError(f"nobody connected to {address} by the deadline")
-            changed.wait(min(left, _MAX_WAIT_S))
+            changed.wait(time_left(deadline))

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.buffers import Buf, as_bytes_view, copy_into, total_nbytes
+from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection, Listener, Transport
 
@@ -26,7 +26,6 @@ _PIPE_NBYTES: Final = 1 << 20
 _LEND_NBYTES: Final = 1 << 18
 _STEP_NBYTES: Final = 1 << 20  # copied with the pipe's lock held
 _BACKLOG: Final = 128
-_MAX_WAIT_S: Final = 3600.0
 
 _numbers = itertools.count(1)
 _names_lock = threading.Lock()
@@ -107,9 +106,9 @@ class _Pipe:
         with self._changed:
             while not (self._own or self._lent or self._ended):
                 self._check_broken(0, 0)
-                if time.monotonic() >= deadline:
+                if is_past(deadline):
                     return False
-                self._changed.wait(min(deadline - time.monotonic(), _MAX_WAIT_S))
+                self._changed.wait(time_left(deadline))
             self._check_broken(0, 0)
             return True
 
@@ -129,10 +128,10 @@ class _Pipe:
 
     def _wait(self, deadline: float, doing: str) -> None:
         self._check_deadline(deadline, doing)
-        self._changed.wait(min(deadline - time.monotonic(), _MAX_WAIT_S))
+        self._changed.wait(time_left(deadline))
 
     def _check_deadline(self, deadline: float, doing: str) -> None:
-        if time.monotonic() >= deadline:
+        if is_past(deadline):
             raise TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
 
     def _check_broken(self, got: int, wanted: int) -> None:
@@ -244,10 +243,9 @@ class InprocListener(Listener):
                 if self._pending:
                     self._changed.notify_all()
                     return self._pending.popleft()
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if is_past(deadline):
                     raise TransferTimeoutError(f"nobody connected to {self._url} by the deadline")
-                self._changed.wait(min(left, _MAX_WAIT_S))
+                self._changed.wait(time_left(deadline))
 
     def offer(self, connection: _InprocConnection, deadline: float) -> None:
         """Queue ``connection`` for :meth:`accept`; the dialling side calls this.
@@ -263,13 +261,12 @@ class InprocListener(Listener):
                     self._pending.append(connection)
                     self._changed.notify_all()
                     return
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if is_past(deadline):
                     raise ConnectError(
                         f"cannot connect to {self._url}: its queue of {_BACKLOG} was full until "
                         "the deadline; check that its owner accepts"
                     )
-                self._changed.wait(min(left, _MAX_WAIT_S))
+                self._changed.wait(time_left(deadline))
 
     def close(self) -> None:
         """Free the name; connections that were not accepted yet are aborted."""
@@ -299,7 +296,7 @@ class InprocTransport(Transport):
             listener = _names.get(_parse(address).host)
         if listener is None:
             raise _nobody(url)
-        if time.monotonic() >= deadline:
+        if is_past(deadline):
             raise ConnectError(f"cannot connect to {url}: the deadline passed")
         client = f"{url}.client-{next(_numbers)}"
         there, back = (_Pipe(f"the connection {client} to {url}") for _ in range(2))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import socket
-import time
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from kvferry.core.address import Address
+from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError
 from kvferry.core.open_files import OUT_OF_FILES
 
@@ -46,7 +46,7 @@ def dial(parsed: Address, deadline: float) -> socket.socket:
         raise ConfigError(f"address {parsed.url!r}: port 0 cannot be dialled, only listened on")
     reasons: list[str] = []
     for family, sockaddr in _resolve(parsed):
-        if time.monotonic() >= deadline:
+        if is_past(deadline):
             reasons.append("the deadline passed")
             break
         try:
@@ -151,7 +151,7 @@ def _resolve(parsed: Address, *, passive: bool = False) -> list[_AddrInfo]:
 def _connect_one(family: socket.AddressFamily, sockaddr: SockAddr, deadline: float) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.settimeout(max(1e-3, deadline - time.monotonic()))
+        sock.settimeout(max(1e-3, time_left(deadline)))
         sock.connect(sockaddr)
         if sock.getsockname() == sock.getpeername():
             # a free port of the range that outgoing connections use can be given to this very socket

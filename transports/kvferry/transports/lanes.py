@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError, TransferTimeoutError
 from kvferry.core.log import LogLimiter
 from kvferry.transports.ip import SockAddr
@@ -241,7 +242,7 @@ class LaneConnection(StreamConnection):
             now = time.monotonic()
             if self._lanes[lane].wait_readable(min(deadline, now + _LOOK_S)):
                 return True
-            if time.monotonic() >= deadline:
+            if is_past(deadline):
                 return False
             if self.lost_lane() is None:
                 continue

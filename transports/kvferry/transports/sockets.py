@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias
 from typing_extensions import Buffer
 
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.clock import is_past, remaining, time_left
 from kvferry.core.errors import (
     ConnectionClosedError,
     KVFerryError,
@@ -55,7 +56,7 @@ _GONE: Final = frozenset(
 
 def poll_timeout_ms(deadline: float) -> float:
     """Milliseconds until ``deadline`` for ``poll``: not negative, and finite."""
-    return min(max(0.0, deadline - time.monotonic()), _MAX_WAIT_S) * 1000
+    return min(time_left(deadline), _MAX_WAIT_S) * 1000
 
 
 class SocketConnection(StreamConnection):
@@ -164,7 +165,7 @@ class SocketConnection(StreamConnection):
             self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
         else:
             flags |= _NOW
-            if time.monotonic() >= deadline:
+            if is_past(deadline):
                 raise self._timed_out("sending")
         try:
             return self._guard.sock.sendmsg(batch, ancillary, flags)
@@ -276,7 +277,7 @@ class SocketConnection(StreamConnection):
             if not (limit <= left and (limit >= 1.0 or left <= limit + limit)) or self._guard.closed:
                 self._limit_wait(socket.SO_RCVTIMEO, deadline, doing)
             flags = _ALL if all_of_it else 0
-        elif time.monotonic() >= deadline:
+        elif is_past(deadline):
             raise self._timed_out(doing)
         try:
             return self._recv_call(batch, flags)
@@ -336,7 +337,7 @@ class SocketConnection(StreamConnection):
         """See :meth:`Connection.wait_readable`."""
         self._guard.enter(self._name)
         try:
-            while not (ready := self._poll.poll(poll_timeout_ms(deadline))) and time.monotonic() < deadline:
+            while not (ready := self._poll.poll(poll_timeout_ms(deadline))) and not is_past(deadline):
                 pass
             if self._guard.closed:
                 raise ConnectionClosedError(f"{self._name} was closed here while it was waiting for bytes")
@@ -454,7 +455,7 @@ class SocketConnection(StreamConnection):
         The limit is a little shorter than asked for, so that it also fits the next call, whose deadline
         is as far away but for some microseconds. A wait that it ends too early just goes on.
         """
-        left = deadline - time.monotonic()
+        left = remaining(deadline)
         if left <= 0:
             raise self._timed_out(doing)
         if self._guard.closed:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import ClassVar, Final, NamedTuple
 
 from kvferry.core.address import Address, parse_url
+from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import (
     ConfigError,
     ConnectError,
@@ -125,7 +126,7 @@ class TcpListener(Listener):
             ready = poll.poll(poll_timeout_ms(deadline))
             self._check_open()
             if not ready:
-                if time.monotonic() < deadline:
+                if not is_past(deadline):
                     continue
                 raise self._nobody()
             if (taken := self._take()) is not None:
@@ -143,7 +144,7 @@ class TcpListener(Listener):
 
     def _accept_lanes(self, assembler: LaneAssembler, deadline: float) -> Connection:
         # One thread puts sockets together, the others wait for their turn, which ends with a connection.
-        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._turn.acquire(timeout=time_left(deadline)):
             raise self._nobody()
         try:
             while not self._ready:
@@ -152,7 +153,7 @@ class TcpListener(Listener):
                 self._ready.extend(assembler.expire(now))
                 if self._ready:
                     break
-                if now >= deadline:
+                if is_past(deadline):
                     raise self._nobody()
                 until = min(deadline, assembler.next_expiry)
                 for fd in wait_for_any(self._guard.sock, assembler.silent, until):

@@ -105,12 +105,12 @@ def _shake_hands(sock: socket.socket, session: TlsSession, doing: str, deadline:
             done = session.step(doing)
         finally:  # an alert says to the peer why
             if out := session.outgoing.read():
-                sock.settimeout(max(1e-3, deadline - time.monotonic()))
+                sock.settimeout(max(1e-3, time_left(deadline)))
                 sock.sendall(out)
         if done:
             return
         try:
-            sock.settimeout(max(1e-3, deadline - time.monotonic()))
+            sock.settimeout(max(1e-3, time_left(deadline)))
             data = sock.recv(_CHUNK_NBYTES)
         except TimeoutError as error:
             raise ConnectError(f"{doing}: no TLS handshake by the deadline; does it speak TLS?") from error

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Final, cast
 
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.clock import is_past
 from kvferry.core.errors import ConnectionClosedError, KVFerryError
 from kvferry.transports.sockets import SocketConnection
 from kvferry.transports.spin import Look
@@ -90,7 +91,7 @@ class TlsConnection(SocketConnection):
             self._guard.leave()
 
     def _send_all(self, views: list[memoryview], deadline: float, *, waits: bool = False) -> bool:
-        if time.monotonic() >= deadline:
+        if is_past(deadline):
             raise self._timed_out("sending")
         with self._sending:
             try:
@@ -149,7 +150,7 @@ class TlsConnection(SocketConnection):
         wanted, got = total_nbytes(views), 0
         self._guard.enter(self._name)
         try:
-            if time.monotonic() >= deadline:
+            if is_past(deadline):
                 raise self._timed_out("receiving")
             with self._receiving:
                 for view in views:
@@ -162,7 +163,7 @@ class TlsConnection(SocketConnection):
         """See :meth:`Connection.recv_at_least`."""
         self._guard.enter(self._name)
         try:
-            if time.monotonic() >= deadline:
+            if is_past(deadline):
                 raise self._timed_out("receiving")
             with self._receiving:
                 return self._fill(view, minimum, deadline, 0, minimum, self._look)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from kvferry.core.address import Address
+from kvferry.core.clock import is_past, remaining
 from kvferry.core.errors import (
     AuthError,
     ConnectError,
@@ -153,7 +154,7 @@ class UnixListener(Listener):
             if self._guard.closed:
                 raise ConnectionClosedError(f"the listener on {self._address} was closed while accepting")
             if not ready:
-                if time.monotonic() < deadline:
+                if not is_past(deadline):
                     continue
                 raise TransferTimeoutError(f"nobody connected to {self._address} by the deadline")
             try:
@@ -399,7 +400,7 @@ def _end_url(path: str, pid: int, uid: int) -> str:
 
 def _dial(sock: socket.socket, parsed: Address, deadline: float) -> None:
     """Connect by the deadline: only a blocking socket waits while the queue of the listener is full."""
-    left = deadline - time.monotonic()
+    left = remaining(deadline)
     if left <= 0:
         raise ConnectError(f"cannot connect to {parsed.url}: the deadline has passed")
     fraction, whole = math.modf(min(max(1e-3, left), 3600.0))

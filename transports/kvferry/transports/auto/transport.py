@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 from kvferry.core.address import Address
-from kvferry.core.clock import earliest
+from kvferry.core.clock import earliest, is_past
 from kvferry.core.errors import (
     ConfigError,
     ConnectError,
@@ -197,7 +197,7 @@ def _ask(parsed: Address, options: AutoOptions, deadline: float) -> _Asked:
         answer = parse_body(body, Offers)
     except TransferTimeoutError as error:
         port.abort()
-        if time.monotonic() >= deadline:
+        if is_past(deadline):
             raise ConnectError(f"cannot connect to {parsed.url}: no offers came by the deadline") from error
     except (ConnectionClosedError, ValueError):
         port.abort()

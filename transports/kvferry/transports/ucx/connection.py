@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.clock import is_past
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection
 from kvferry.transports.ucx.context import Context
@@ -110,7 +111,7 @@ class UcxConnection(Connection):
                     ready = self._wait_once(deadline)
                     if self._control.closed:
                         raise ConnectionClosedError(f"{self._control.name} was closed while it was waiting")
-                    if ready or time.monotonic() >= deadline:
+                    if ready or is_past(deadline):
                         return ready
             finally:
                 self._release_if_closed()
@@ -148,7 +149,7 @@ class UcxConnection(Connection):
         self._release_if_closed()
 
     def _check(self, deadline: float, doing: str) -> None:
-        if time.monotonic() >= deadline:
+        if is_past(deadline):
             raise TransferTimeoutError(f"{self._control.name}: the deadline passed while {doing}")
 
     def _release_if_closed(self) -> None:

@@ -11,6 +11,7 @@ import termios
 import time
 from collections.abc import Iterator
 
+from kvferry.core.clock import is_past
 from kvferry.core.errors import ConnectionClosedError
 from kvferry.transports.sockets import SocketConnection, poll_timeout_ms
 
@@ -67,7 +68,7 @@ class ControlSocket(SocketConnection):
         """As :meth:`wait_readable`, for the thread that receives."""
         with self.descriptor():
             while not (ready := self._readable.poll(poll_timeout_ms(deadline))):
-                if time.monotonic() >= deadline:
+                if is_past(deadline):
                     break
             if self._guard.closed:
                 raise ConnectionClosedError(f"{self._name} was closed here while it was waiting for bytes")

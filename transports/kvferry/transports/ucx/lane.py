@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from kvferry.core.clock import is_past
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError, TransportError
 from kvferry.transports.sockets import poll_timeout_ms
 from kvferry.transports.ucx.calls import IN_PROGRESS, address_of, is_gone
@@ -278,7 +279,7 @@ class Lane:
             What the next call gets; negative if the socket woke it: it has bytes, if asked for, or an end.
         """
         now = time.monotonic()
-        if now >= deadline:
+        if is_past(deadline):
             raise TransferTimeoutError(f"{self._control.name}: the deadline passed while {doing}")
         since = since or now
         if now - since < self._spin_s:

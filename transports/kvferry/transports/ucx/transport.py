@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import ClassVar
 
+from kvferry.core.clock import is_past
 from kvferry.core.errors import AuthError, ConnectError, ConnectionClosedError, TransferTimeoutError
 from kvferry.transports import ip
 from kvferry.transports.base import Connection, Transport
@@ -47,7 +47,7 @@ class UcxTransport(Transport):
         """
         parsed, options = parse_address(address)
         context = get_context(options)
-        if time.monotonic() >= deadline:
+        if is_past(deadline):
             raise ConnectError(f"cannot connect to {parsed.url}: the deadline passed")
         sock = ip.dial(parsed, deadline)
         local = ip.url_of("ucx", sock.getsockname())
