@@ -13,6 +13,7 @@ import typer
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import ConfigError, ConnectError, ProtocolError, RequestError, TransferTimeoutError
+from kvferry.core.names import connect_by
 
 if TYPE_CHECKING:
     from kvferry.daemon.admin import AdminDone
@@ -68,7 +69,7 @@ class _TimedSocket(socket.socket):
     @classmethod
     def connected(cls, host: str, port: int, deadline: float) -> _TimedSocket:
         """One that is connected."""
-        plain = socket.create_connection((host, port), time_left(deadline))
+        plain = connect_by(host, port, deadline)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         timed = cls(plain.family, plain.type, plain.proto, plain.detach())
         timed.deadline = deadline

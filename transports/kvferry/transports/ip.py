@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import socket
 from contextlib import suppress
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from kvferry.core.address import Address
-from kvferry.core.clock import is_past, time_left
+from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError
+from kvferry.core.names import SockAddr, resolve
 from kvferry.core.open_files import OUT_OF_FILES
 
 __all__ = [
@@ -23,9 +24,9 @@ __all__ = [
     "url_of",
 ]
 
-SockAddr: TypeAlias = "tuple[Any, ...]"
 _AddrInfo: TypeAlias = "tuple[socket.AddressFamily, SockAddr]"
 _BACKLOG: Final = 1024
+_LISTEN_S: Final = 10.0  # for the look-up of a name to listen on
 # Documentation addresses: connecting a datagram socket sends nothing, it only asks the routing table.
 _ROUTED: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _LOOPBACK: Final = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
@@ -36,8 +37,6 @@ _KEEPALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT"
 def dial(parsed: Address, deadline: float) -> socket.socket:
     """A connected, tuned socket, made by trying each address that the host's name has until the deadline.
 
-    The look-up of a name itself is the system's and cannot be cut short; numeric hosts need none.
-
     Raises:
         ConnectError: If none answered in time, with the reason for each address.
         ConfigError: If the port is 0.
@@ -45,7 +44,7 @@ def dial(parsed: Address, deadline: float) -> socket.socket:
     if parsed.port == 0:
         raise ConfigError(f"address {parsed.url!r}: port 0 cannot be dialled, only listened on")
     reasons: list[str] = []
-    for family, sockaddr in _resolve(parsed):
+    for family, sockaddr in _resolve(parsed, deadline):
         if is_past(deadline):
             reasons.append("the deadline passed")
             break
@@ -67,7 +66,7 @@ def bind(parsed: Address) -> socket.socket:
         ConnectError: If none can; with the reason and the remedy.
     """
     failure: OSError | None = None
-    for family, sockaddr in _resolve(parsed, passive=True):
+    for family, sockaddr in _resolve(parsed, deadline_in(_LISTEN_S), passive=True):
         try:
             return _bind_one(family, sockaddr)
         except OSError as error:
@@ -136,16 +135,19 @@ def reason_of(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _resolve(parsed: Address, *, passive: bool = False) -> list[_AddrInfo]:
-    flags = socket.AI_PASSIVE if passive else 0
+def _resolve(parsed: Address, deadline: float, *, passive: bool = False) -> list[_AddrInfo]:
     try:
-        found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=flags)
+        return resolve(parsed.host, parsed.port or 0, deadline, passive=passive)
+    except TimeoutError as error:
+        raise ConnectError(
+            f"address {parsed.url!r}: host {parsed.host!r} could not be looked up: {error}, "
+            "or write its numeric address"
+        ) from error
     except (OSError, UnicodeError) as error:
         raise ConnectError(
             f"address {parsed.url!r}: host {parsed.host!r} is not known: {reason_of(error)}; "
             "check its spelling, or write its numeric address"
         ) from error
-    return [(family, sockaddr) for family, _, _, _, sockaddr in found]
 
 
 def _connect_one(family: socket.AddressFamily, sockaddr: SockAddr, deadline: float) -> socket.socket:

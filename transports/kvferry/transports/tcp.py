@@ -61,10 +61,7 @@ class TcpTransport(Transport):
     scheme: ClassVar[str] = "tcp"
 
     def connect(self, address: str, deadline: float) -> Connection:
-        """Connect to ``address``, trying each address that its host name has until the deadline.
-
-        The look-up of a name itself is the system's and cannot be cut short; numeric hosts need none.
-        """
+        """Connect to ``address``, trying each address that its host name has until the deadline."""
         parsed, settings = _parse(address)
         rate, lanes, spin_s = settings
         if lanes == 1:

@@ -14,6 +14,7 @@ from typing import Final, cast
 
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import PluginUnavailableError, TierError
+from kvferry.core.names import connect_by
 from kvferry.store.remote.mooncake.library import Library
 from kvferry.store.remote.mooncake.memory import Registered
 from kvferry.store.remote.mooncake.options import MooncakeOptions
@@ -189,7 +190,7 @@ def _probe(options: MooncakeOptions, deadline: float) -> None:
     address = options.address()
     patience = max(0.01, min(_PROBE_S, time_left(deadline)))
     try:
-        with socket.create_connection((address.host, address.port or 0), patience) as sock:
+        with connect_by(address.host, address.port or 0, deadline_in(patience)) as sock:
             sock.settimeout(patience)
             sock.sendall(bytes(64))
             sock.recv(1)
