@@ -25,8 +25,8 @@ EXIT_LACKING = 1
 def doctor(*, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show what this machine can do and why not, each finding with its remedy.
 
-    The exit code is 0 if everything works that the configuration asks for, else 1. Takes less than two
-    seconds, needs no root, and changes nothing.
+    The exit code is 0 if everything works that the configuration asks for, else 1. Takes about two seconds,
+    never more than half a minute, needs no root, and changes nothing.
     """
     from kvferry.core.config_sources import load_config
     from kvferry.core.diagnosis import collect

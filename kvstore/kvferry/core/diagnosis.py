@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 Level: TypeAlias = Literal["ok", "warn", "fail"]
 """``fail``: what the configuration asks for does not work. ``warn``: worth knowing, nothing stops."""
 
-_TIMEOUT_S: Final = 1.5
+_TIMEOUT_S: Final = 25.0  # libraries that are read from a cold disk take seconds
 
 
 @dataclass(frozen=True, slots=True)

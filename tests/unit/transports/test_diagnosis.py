@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,22 @@ def test_what_the_environment_says_to_ucx_is_reported(monkeypatch: pytest.Monkey
     settings = next(one for one in _found("ucx") if one.name == "ucx settings")
     assert "UCX_TLS=tcp (environment)" in settings.value
     assert "UCX_TCP_TX_SEG_SIZE=256k (kvferry)" in settings.value
+
+
+@pytest.mark.parametrize(
+    ("child", "says"),
+    [
+        ("import os; os.abort()", "UCX ended the process that looked at it (SIGABRT)"),
+        ("import sys; sys.exit('no such thing')", "failed: no such thing"),
+    ],
+)
+def test_a_ucx_that_ends_its_process_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: str, says: str
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\n{child}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    (found,) = _found("ucx")
+    assert (found.level, says in found.value) == ("warn", True), found
+    assert found.remedy

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,3 +92,45 @@ def test_the_native_library_is_not_missing_for_want_of_files() -> None:
     with no_more_files(), pytest.raises(CapacityError, match="ulimit -n"):
         native()
     assert native() is native()
+
+
+_FEW_FOR_UCX = """
+import os, resource, sys, threading
+from kvferry.core.clock import deadline_in
+from kvferry.core.errors import ConnectError, TransportError
+from kvferry.testing.few_files import few_more_files
+from kvferry.transports import connect, listen
+free, large = int(sys.argv[1]), bytes(1 << 20)
+with few_more_files(free):
+    try:
+        listener = listen("ucx://127.0.0.1:0")
+        one = connect(listener.address, deadline_in(20))
+        other = listener.accept(deadline_in(20))
+        received = memoryview(bytearray(len(large)))
+        receiving = threading.Thread(target=other.recv_into, args=([received], deadline_in(20)))
+        receiving.start()
+        try:
+            one.send([large], deadline_in(20))
+        finally:
+            one.abort()
+            receiving.join()
+        print("done")
+    except TransportError as error:
+        print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("free", [3, 20, 34])
+def test_ucx_does_not_end_the_process_for_want_of_files(free: int) -> None:
+    pytest.importorskip("ucxx")
+    ran = subprocess.run(
+        [sys.executable, "-c", _FEW_FOR_UCX, str(free)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "ulimit -n" in ran.stdout

@@ -23,6 +23,7 @@ from kvferry.transports.ip import reason_of
 __all__ = ["address_probe", "transport_probes"]
 
 _BUFFER_NBYTES: Final = 4 << 20
+_LOOK_S: Final = 20.0
 _NET: Final = Path("/proc/sys/net")
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _NO_SCHEME: Final = frozenset({"http", "https"})  # the gateway's, no transport
@@ -88,17 +89,18 @@ def _unix() -> Iterator[Finding]:
 
 
 def _ucx() -> Iterator[Finding]:
-    from kvferry.transports.ucx import effective_settings
+    from kvferry.transports.ucx.report import look_from_outside
 
     why = "RDMA between machines, through UCXX"
     package = _version("ucxx-cu12", "ucxx-cu13", "ucxx")
     try:
-        report = effective_settings()
+        report = look_from_outside(_LOOK_S)
     except PluginUnavailableError as error:
         yield Finding("transports", "ucx", str(error), "ok", f"{why}; optional", install_hint("ucx"))
         return
     except KVFerryError as error:
-        yield Finding("transports", "ucx", str(error), "warn", why, "change the UCX_… variables it names")
+        remedy = "do what it says; see the UCX_… variables and the limits of this process (ulimit -a)"
+        yield Finding("transports", "ucx", str(error), "warn", why, remedy)
         return
     ways = ", ".join("/".join(pair) for pair in report.transports)
     yield Finding("transports", "ucx", f"UCX {report.version}, {package}: {ways}", why=why)

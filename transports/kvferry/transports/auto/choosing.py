@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import KVFerryError
 from kvferry.transports.auto.offers import Offer, Offers, shown
 from kvferry.transports.auto.options import SCHEMES, AutoOptions
 from kvferry.transports.choices import Rejected
@@ -44,7 +44,7 @@ def ucx_problem(require: str) -> str:
         return "there is no RDMA: " + rdma_remedy("all", "all", "")
     try:
         report = effective_settings()
-    except ConfigError as error:  # not installed, or its options contradict each other
+    except KVFerryError as error:  # not installed, its options contradict each other, no descriptors
         return str(error)
     return report.rdma_remedy if require != "ucx" else ""
 

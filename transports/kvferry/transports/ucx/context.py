@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvferry.core.errors import ConfigError, ConnectError
+from kvferry.core.errors import CapacityError, ConfigError, ConnectError
 from kvferry.transports.ucx.library import Library, library
 from kvferry.transports.ucx.rdma import kinds, rdma_remedy
 from kvferry.transports.ucx.settings import DEFAULTS, Options, context_config, parse_address, source_of
@@ -86,7 +86,7 @@ def get_context(options: Options) -> Context:
     Raises:
         PluginUnavailableError: If ``ucxx`` is not installed.
         ConfigError: If UCX does not take an option, or what is required is not there.
-        ConnectError: If this process was forked from one that uses UCX already.
+        ConnectError: If this process was forked from one that uses UCX already, or has too few descriptors.
     """
     config = context_config(options)
     key = (os.getpid(), tuple(sorted(config.items())))
@@ -97,7 +97,10 @@ def get_context(options: Options) -> Context:
                 "start processes with spawn or exec, or fork before the first ucx address is used"
             )
         if key not in _contexts:
-            _contexts[key] = _new_context(config)
+            try:
+                _contexts[key] = _new_context(config)
+            except CapacityError as error:  # of descriptors
+                raise ConnectError(f"UCX is left alone, it would end this process: {error}") from error
         context = _contexts[key]
     if options.require and options.require not in kinds(context.names):
         raise ConfigError(_missing(options, context))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvferry.core.clock import is_past
-from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError, TransportError
+from kvferry.core.errors import CapacityError, ConnectionClosedError, TransferTimeoutError, TransportError
 from kvferry.transports.sockets import poll_timeout_ms
 from kvferry.transports.ucx.calls import IN_PROGRESS, address_of, is_gone
 from kvferry.transports.ucx.context import Context
@@ -61,7 +61,7 @@ class Lane:
         self._posted: deque[tuple[int, object]] = deque()
         try:
             self._worker: Worker = self._ucx.new_worker(context.handle)
-        except (self._ucx.error, OSError, RuntimeError) as error:
+        except (self._ucx.error, OSError, RuntimeError, CapacityError) as error:
             raise TransportError(
                 f"{control.name}: UCX cannot make a worker: {error}; each direction of large messages takes "
                 "about 12 descriptors and 5 MB (see ulimit -n, ulimit -l and the size of /dev/shm)"

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol, TypeAlias, cast
 
 from kvferry.core.errors import CapacityError, PluginUnavailableError
 from kvferry.core.install_hint import install_hint
-from kvferry.core.open_files import caused_by_lack_of_files
+from kvferry.core.open_files import caused_by_lack_of_files, require_descriptors
 from kvferry.transports.ucx.calls import IN_PROGRESS, Calls, load_calls
 
 __all__ = ["Endpoint", "Library", "UcxError", "Worker", "library", "library_path"]
@@ -32,6 +32,10 @@ _STOP: Final = 0  # UCS_LOG_FUNC_RC_STOP: no other handler prints it
 _LEVELS: Final = (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO)
 _OF_ENDED_WORKERS: Final = ("was not returned to mpool", "was not matched")  # with transfers in flight
 _TEXT_NBYTES: Final = 4096
+# A context opens 8, a worker with the way to a peer 12; where UCX gets fewer it may end the process (by an
+# assertion), so there are to be plenty.
+CONTEXT_DESCRIPTORS: Final = 24
+WORKER_DESCRIPTORS: Final = 32
 # a va_list is passed on as a pointer there
 _VA_LIST_IS_POINTER: Final = frozenset({"x86_64", "aarch64"})
 
@@ -135,15 +139,22 @@ class Library:
     path: str
 
     def new_context(self, config: Mapping[str, str]) -> Any:  # noqa: ANN401
-        """A context; never freed, as a forked child must not clean up what its parent uses."""
+        """A context; never freed, as a forked child must not clean up what its parent uses.
+
+        Raises:
+            CapacityError: If there are too few descriptors left, for want of which UCX ends the process.
+        """
+        require_descriptors(CONTEXT_DESCRIPTORS, "UCX")
         features = (self.api.Feature.TAG, self.api.Feature.WAKEUP)
         return _immortal(self.api.UCXContext(dict(config), features))
 
     def new_worker(self, context: object) -> Worker:
-        """A worker in blocking mode, to be ended with :meth:`destroy` only."""
-        worker: Worker = _immortal(self.api.UCXWorker(context))
-        worker.init_blocking_progress_mode()
-        return worker
+        """A worker in blocking mode, to be ended with :meth:`destroy` only; raises as :meth:`new_context`."""
+        with _making:  # what another one is about to open does not count as free
+            require_descriptors(WORKER_DESCRIPTORS, "each direction of large messages of UCX")
+            worker: Worker = _immortal(self.api.UCXWorker(context))
+            worker.init_blocking_progress_mode()
+            return worker
 
     def new_endpoint(self, worker: Worker, address: bytes, *, error_handling: bool) -> Endpoint:
         """The way from ``worker`` to the worker that has ``address``; it ends with ``worker``."""
@@ -192,6 +203,7 @@ def _immortal(thing: Any) -> Any:  # noqa: ANN401
 
 @functools.cache
 def _load() -> Library:
+    require_descriptors(CONTEXT_DESCRIPTORS, "UCX")
     api, array = _load_ucxx()
     try:
         calls = load_calls()
@@ -205,6 +217,7 @@ def _load() -> Library:
 
 
 _lock: Final = threading.Lock()
+_making: Final = threading.Lock()
 
 
 def library() -> Library:
