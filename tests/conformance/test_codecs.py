@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 
 from kvferry.codecs.base import ArrayStage, ByteStage, Codec, CodecConfig
+from kvferry.codecs.cast import CastStage
 from kvferry.codecs.compressed import Lz4Stage, ZstdStage
 from kvferry.codecs.dedup import DedupCodec
 from kvferry.codecs.ebp import EbpCodec
@@ -73,6 +74,11 @@ class TestInt8CodecByChannel(OnBothKernels):
 class TestInt8CodecOverARange(OnBothKernels):
     def make_codec(self) -> Codec:
         return Int8Codec(k="range", group=7)
+
+
+class TestInt8CodecOfValuesAlone(OnBothKernels):
+    def make_codec(self) -> Codec:
+        return Int8Codec(k="keep")
 
 
 class TestInt4Codec(OnBothKernels):
@@ -156,6 +162,16 @@ class TestShuffleStage(ArrayStageSuite):
         return ShuffleStage()
 
 
+class TestCastStage(ArrayStageSuite):
+    def make_stage(self) -> ArrayStage:
+        return CastStage()
+
+
+class TestCastStageToFloat16(ArrayStageSuite):
+    def make_stage(self) -> ArrayStage:
+        return CastStage(to="float16")
+
+
 class ZlibCodec(Codec):
     """A codec with a variable encoded size and a parameter, to try the suite itself."""
 
@@ -218,3 +234,22 @@ class LyingSuite(CodecSuite):
 def test_the_suite_catches_a_codec_that_loses_a_bit() -> None:
     with pytest.raises(AssertionError):
         LyingSuite().test_round_trip("kv_bf16", "random", 1)
+
+
+class RoughCast(CastStage):
+    """Reads what it wrote as another value; the suite must notice."""
+
+    def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
+        super().decode_into(src, layer, dst)
+        if len(dst):
+            dst[2] ^= 0x7F
+
+
+class RoughSuite(ArrayStageSuite):
+    def make_stage(self) -> ArrayStage:
+        return RoughCast()
+
+
+def test_the_suite_catches_a_stage_outside_its_bound() -> None:
+    with pytest.raises(AssertionError):
+        RoughSuite().test_round_trip("scalar", "values", 1)
