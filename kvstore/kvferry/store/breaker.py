@@ -145,5 +145,7 @@ class Breaker:
     def _still_fails(self, reason: str, *, told: bool) -> _Line | None:
         if self._cause is None or not reason or not self._cause.now(reason, told=told):
             return None
-        text = "tier %s: still no %s, and the reason is another now: %s"
-        return logging.WARNING, text, self.name, self.work, reason
+        return (
+            logging.WARNING, "tier %s: still no %s, and the reason is another now: %s",
+            self.name, self.work, reason,
+        )  # fmt: skip
