@@ -6,16 +6,18 @@ import logging
 import os
 import socket
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvferry.core.address import Address
 from kvferry.core.errors import KVFerryError
+from kvferry.core.log import LogLimiter
 from kvferry.core.units import parse_rate
 from kvferry.transports import ip
 from kvferry.transports.accepting import next_ready
-from kvferry.transports.auto.connection import wrap
+from kvferry.transports.auto.connection import AutoConnection, wrap
 from kvferry.transports.auto.offers import Ask, Offer
 from kvferry.transports.auto.options import AutoOptions
 from kvferry.transports.auto.place import host_identity
@@ -61,10 +63,11 @@ class AutoListener(Listener):
         self._pid = os.getpid()
         self._uid = os.geteuid()
         self._changed = threading.Condition()
-        self._ready: deque[Connection] = deque()
+        self._ready: deque[AutoConnection] = deque()
         self._closed = False
         self._ended = False  # by close(); it may be closed before, by a failure of its thread
         self._tickets = Tickets()
+        self._limiter = LogLimiter(_log)
         name = f"kvferry-auto-{sock.getsockname()[1]}"
         self._sides = [
             SideListener(
@@ -115,6 +118,7 @@ class AutoListener(Listener):
         self._thread.join(_JOIN_S)
         for connection in waiting:
             connection.abort()
+        self._limiter.flush()
 
     # -- the thread of the port ------------------------------------------------------------------------
 
@@ -178,15 +182,53 @@ class AutoListener(Listener):
 
     def _put(self, inner: Connection, choice: Choice) -> None:
         made = wrap(inner, choice, local_address=self._address, peer_address=inner.peer_address)
+        dropped: AutoConnection | None = None
         with self._changed:
-            if not self._closed and len(self._ready) < _MAX_READY:
+            closed = self._closed
+            if not closed:
                 self._ready.append(made)
+                if len(self._ready) > _MAX_READY:
+                    dropped = _dispensable(self._ready)
+                    self._ready.remove(dropped)
                 self._changed.notify_all()
-                return
-        try:
-            made.abort()
-        except KVFerryError as error:
-            _log.debug("%s: %s", self._address, error)
+        if dropped is not None:
+            host = _host(dropped)
+            self._limiter.log(
+                logging.WARNING, host, "%s: a connection from %s was dropped, %d others wait to be accepted",
+                self._address, host, _MAX_READY,
+            )  # fmt: skip
+        gone = made if closed else dropped
+        if gone is not None:
+            try:
+                gone.abort()
+            except KVFerryError as error:
+                _log.debug("%s: %s", self._address, error)
+
+
+def _dispensable(ready: Sequence[AutoConnection]) -> AutoConnection:
+    """Who goes when one too many waits: one that did not ask, and rather one that says nothing.
+
+    Of those the one that has waited longest of the host that has most, so that who opens connections and says
+    nothing pushes out his own. The newest, the last of ``ready``, goes only if all others have asked.
+    """
+    plain = [one for one in ready if one.choice is _PLAIN and one is not ready[-1]]
+    if not plain:
+        return ready[-1]
+    of_host = Counter(_host(one) for one in plain)
+    largest = max(of_host.values())
+    those = [one for one in plain if of_host[_host(one)] == largest]
+    return next((one for one in those if _is_silent(one)), those[0])
+
+
+def _is_silent(one: AutoConnection) -> bool:
+    try:
+        return not one.wait_readable(time.monotonic())
+    except KVFerryError:
+        return True
+
+
+def _host(one: AutoConnection) -> str:
+    return one.peer_address.rpartition(":")[0]
 
 
 def _chosen(scheme: str, ask: Ask) -> Choice:

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectionClosedError, KVFerryError, TransferTimeoutError
+from kvferry.core.errors import ConnectionClosedError, KVFerryError, OverloadedError, TransferTimeoutError
 from kvferry.core.log import LogLimiter
 from kvferry.transports.auto.offers import ACCEPTED, TICKET_NBYTES, Ask, Offer
 from kvferry.transports.base import Connection, Listener
@@ -139,7 +139,12 @@ class SideListener:
             new = _Silent(made)
             if not self._hear(new, deadline_in(_AT_ONCE_S)):
                 self._silent.append(new)
-        self._silent = [one for one in self._silent if not self._hear(one, time.monotonic())][-_MAX_SILENT:]
+        self._silent = [one for one in self._silent if not self._hear(one, time.monotonic())]
+        while len(self._silent) > _MAX_SILENT:
+            self._refuse(
+                self._silent.pop(0).connection,
+                OverloadedError(f"{_MAX_SILENT} others have not shown their tickets either"),
+            )
         return True
 
     def _hear(self, silent: _Silent, deadline: float) -> bool:
@@ -157,12 +162,15 @@ class SideListener:
                 raise ConnectionClosedError("its ticket is not one of ours, or too old")
             connection.send([ACCEPTED], deadline_in(_AT_ONCE_S))
         except KVFerryError as error:
-            self._limiter.log(
-                logging.INFO, error.code, "%s: %s was refused: %s",
-                self._thread.name, connection.peer_address, error,
-            )  # fmt: skip
-            with contextlib.suppress(KVFerryError):
-                connection.abort()
+            self._refuse(connection, error)
             return True
         self._deliver(connection, ask)
         return True
+
+    def _refuse(self, connection: Connection, error: KVFerryError) -> None:
+        self._limiter.log(
+            logging.INFO, error.code, "%s: %s was refused: %s",
+            self._thread.name, connection.peer_address, error,
+        )  # fmt: skip
+        with contextlib.suppress(KVFerryError):
+            connection.abort()
