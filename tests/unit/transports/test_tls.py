@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -71,6 +72,17 @@ def test_files_that_who_dials_cannot_use(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         connect(files.dial_url(listener, **options), soon())
+
+
+@pytest.mark.parametrize("option", ["ca", "cert"])
+def test_a_file_that_would_hold_up_whoever_opens_it(option: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo.pem"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match=f"{option}=.* cannot be read: it is no regular file"):
+            connect(f"tls://127.0.0.1:9?{option}={path}", deadline_in(LONG_S))
+        with pytest.raises(ConfigError, match=r"cert=.* cannot be read: it is no regular file"):
+            listen(f"tls://127.0.0.1:0?cert={path}")
 
 
 def test_key_may_lie_in_the_file_of_its_certificate(files: Files, tmp_path: Path) -> None:

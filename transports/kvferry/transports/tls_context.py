@@ -12,6 +12,7 @@ from typing import Final
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import AuthError, ConfigError, ConnectError, TransportError
 from kvferry.core.open_files import OUT_OF_FILES
+from kvferry.core.regular_file import open_regular
 from kvferry.core.units import parse_rate
 from kvferry.transports.ip import reason_of
 from kvferry.transports.spin import DEFAULT_SPIN_S, parse_spin
@@ -190,10 +191,9 @@ class TlsAddress:
 
     def _readable(self, option: str, path: str) -> None:
         try:
-            with Path(path).open("rb"):
-                pass
-        except OSError as error:
-            kind = ConnectError if error.errno in OUT_OF_FILES else ConfigError
+            open_regular(Path(path)).close()
+        except (OSError, ValueError) as error:
+            kind = ConnectError if isinstance(error, OSError) and error.errno in OUT_OF_FILES else ConfigError
             raise kind(f"{self.address.url}: {option}={path} cannot be read: {reason_of(error)}") from error
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
+from kvferry.core.regular_file import open_regular
 from kvferry.core.tier_plugins import TierOption
 from kvferry.core.units import format_nbytes, parse_nbytes, parse_seconds
 from kvferry.core.values import require_bool, require_number, require_text, require_whole
@@ -127,7 +128,7 @@ def read_secret(path: str | None, what: str) -> bytes | None:
     if path is None:
         return None
     try:
-        with Path(path).expanduser().open("rb") as file:
+        with open_regular(Path(path).expanduser()) as file:
             found = file.read(_MAX_SECRET_NBYTES + 1)
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

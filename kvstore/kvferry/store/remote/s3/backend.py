@@ -16,6 +16,7 @@ from obstore.store import S3Store
 from kvferry.core.buffers import copy_into
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, TierError
+from kvferry.core.regular_file import open_regular
 from kvferry.store.problems import Problems
 from kvferry.store.remote.backend import Answer, Backend, Done, Get, Listed, Put
 from kvferry.store.remote.payload import Received
@@ -256,7 +257,8 @@ def _store(options: S3Options) -> S3Store:
     }
     if options.ca_file is not None:
         try:
-            client["root_certificate"] = Path(options.ca_file).expanduser().read_bytes()
+            with open_regular(Path(options.ca_file).expanduser()) as file:
+                client["root_certificate"] = file.read()
         except OSError as error:
             raise ConfigError(f"ca_file: cannot read {options.ca_file}: {error.strerror}") from error
     if url is not None:
