@@ -130,7 +130,10 @@ def _open_files() -> Iterator[Finding]:
         f"{'unlimited' if soft >= _UNLIMITED else soft} (hard {'unlimited' if hard >= _UNLIMITED else hard})"
     )
     if soft < _MIN_FILES:
-        yield Finding("limits", "open files", text, "warn", why, f"ulimit -n {min(hard, 65536)}")
+        remedy = f"ulimit -n {min(hard, 65536)}"
+        if hard < _MIN_FILES:
+            remedy = "raise the hard limit: LimitNOFILE=65536 (systemd), --ulimit nofile=65536 (container)"
+        yield Finding("limits", "open files", text, "warn", why, remedy)
     else:
         yield Finding("limits", "open files", text, why=why)
 
@@ -227,7 +230,13 @@ def _shared() -> Iterator[Finding]:
         remedy = "use a kernel of 4.14 or newer, and a seccomp profile that allows memfd_create"
         yield Finding("memory", "memfd", f"cannot be made: {error}", "fail", why, remedy)
     else:
-        yield Finding("memory", "memfd", "works; its size is limited by memory alone", why=why)
+        limit = _limit(resource.RLIMIT_FSIZE)[0]
+        if limit < _UNLIMITED:
+            text = f"works, up to {format_nbytes(limit)} each, the limit of the size of files"
+            remedy = "ulimit -f unlimited (systemd: LimitFSIZE=infinity)"
+            yield Finding("memory", "memfd", text, "warn", why, remedy)
+        else:
+            yield Finding("memory", "memfd", "works; its size is limited by memory alone", why=why)
     why, remedy = (
         "UCX and torch keep shared memory in it; kvferry's own needs none",
         "container: --shm-size=8g",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from kvferry.core.errors import ConfigError
+
 __all__ = ["GOOD", "Direction", "Faults", "Flow", "Pair"]
 
+_Link: TypeAlias = Literal["up", "cut", "reset", "half_open"]
 Direction: TypeAlias = Literal["to_server", "to_client"]
 """To the listener, or to who dialled."""
 
@@ -42,15 +46,33 @@ class Faults:
             bit flipped.
         flip_rate: The chance of each byte to be flipped, as 1e-6.
         only: The one direction in which delays, rate, ``cut``, ``half_open`` and flips apply; ``None``: both.
+
+    Raises:
+        ConfigError: For a value that is none of these: it would make a good link.
     """
 
     delay_s: float = 0.0
     lane_delays_s: tuple[float, ...] = ()
     rate: float | None = None
-    link: Literal["up", "cut", "reset", "half_open"] = "up"
+    link: _Link = "up"
     flip_at: tuple[int, ...] = ()
     flip_rate: float = 0.0
     only: Direction | None = None
+
+    def __post_init__(self) -> None:
+        if self.link not in get_args(_Link):
+            raise ConfigError(f"link={self.link!r}: write one of {', '.join(get_args(_Link))}")
+        if self.only is not None and self.only not in get_args(Direction):
+            raise ConfigError(f"only={self.only!r}: write one of {', '.join(get_args(Direction))}, or None")
+        for seconds in (self.delay_s, *self.lane_delays_s):
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"a delay of {seconds!r}: write seconds, 0 or more")
+        if self.rate is not None and not self.rate > 0:
+            raise ConfigError(f"rate={self.rate!r}: write bytes a second, more than 0, or None")
+        if not 0 <= self.flip_rate <= 1:
+            raise ConfigError(f"flip_rate={self.flip_rate!r}: write a chance from 0 to 1")
+        if any(position < 0 for position in self.flip_at):
+            raise ConfigError(f"flip_at={self.flip_at!r}: write positions from 0 on")
 
     def apply_to(self, direction: Direction) -> bool:
         """Whether they count in ``direction``."""

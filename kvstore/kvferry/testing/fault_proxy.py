@@ -35,6 +35,7 @@ __all__ = ["Direction", "FaultProxy", "Faults"]
 log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.5
+_NOT_BETWEEN: Final = frozenset({"ucx", "auto"})
 _JOIN_S: Final = 10.0
 _BACKLOG: Final = 128
 
@@ -55,6 +56,11 @@ class FaultProxy:
 
     def __init__(self, target: str, faults: Faults = GOOD, *, seed: int = 0) -> None:
         self._target = parse_url(target)
+        if self._target.scheme in _NOT_BETWEEN:
+            raise ConfigError(
+                f"address {target}: what {self._target.scheme} moves does not pass through a socket alone, "
+                "the fault proxy cannot stand between; take tcp, tls or unix"
+            )
         self._seed = seed
         self._changed = threading.Condition()
         self._faults = faults

@@ -80,6 +80,20 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, level: str) -> N
     assert found.remedy == ("ulimit -n 65536" if level == "warn" else "")
 
 
+def test_a_hard_limit_of_files_is_no_remedy_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (64, 64))
+    (found,) = _found("open files")
+    assert found.level == "warn"
+    assert "LimitNOFILE=65536" in found.remedy
+
+
+def test_a_limit_of_the_size_of_files_is_one_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (100 << 10, 100 << 10))
+    memfd = next(one for one in _found("shared memory") if one.name == "memfd")
+    assert (memfd.level, "100 KiB" in memfd.value) == ("warn", True)
+    assert memfd.remedy.startswith("ulimit -f unlimited")
+
+
 def test_a_low_memlock_limit_matters_where_there_is_rdma(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -322,3 +323,22 @@ def test_many_connections_come_and_go(proxy: FaultProxy, listener: socket.socket
             assert receive(server, 1) == b"x"
     proxy.wait_for_connections(0, deadline_in(SOON_S))
     assert proxy.accepted == proxy.forwarded("to_server") == 100
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"link": "half-open"}, {"only": "client"}, {"rate": -1}, {"rate": 0}, {"delay_s": -1},
+        {"delay_s": float("nan")}, {"lane_delays_s": (0.0, -1)}, {"flip_rate": 2}, {"flip_at": (-1,)},
+    ],
+)  # fmt: skip
+def test_a_fault_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    """It would make a good link, and a test that cannot fail."""
+    with pytest.raises(ConfigError, match="write"):
+        Faults(**wrong)
+
+
+@pytest.mark.parametrize("target", ["ucx://127.0.0.1:9", "auto://127.0.0.1:9"])
+def test_what_does_not_pass_through_a_socket_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match="cannot stand between"):
+        FaultProxy(target)
