@@ -27,6 +27,7 @@ _HOST: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,253}[A-Za-z0-9_.])?"
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 _ZONE: Final = re.compile(r"[A-Za-z0-9_.:-]{1,32}", re.ASCII)
 _UNIX_PATH_NBYTES: Final = 107  # sun_path without its closing zero byte
+_ONE_SLASH: Final = re.compile(r"([a-z][a-z0-9+.-]*):(?=/[^/]|/$)", re.ASCII)
 _FORMS: Final = "write host, host:port, [ipv6]:port or scheme://host:port"
 
 
@@ -94,6 +95,7 @@ def parse_url(
         raise ConfigError(f"the address is empty: {_FORMS}")
     scheme, separator, rest = stripped.partition("://")
     if not separator:
+        _check_slashes(text, stripped)
         scheme, rest = default_scheme, stripped
     elif not _SCHEME.fullmatch(scheme):
         raise ConfigError(f"address {text!r}: {scheme!r} is not a scheme, write one as in tcp://host:port")
@@ -117,6 +119,13 @@ def parse_url(
     if port is None:
         raise ConfigError(f"address {text!r}: has no port, and there is no default; {_FORMS}")
     return Address(scheme, host=host, port=port, options=found)
+
+
+def _check_slashes(text: str, stripped: str) -> None:
+    if one := _ONE_SLASH.match(stripped):
+        rest = stripped[one.end() :]  # a path keeps its slash, a host has none
+        right = rest if one[1] == "unix" else rest.removeprefix("/")
+        raise ConfigError(f"address {text!r}: write two slashes behind the scheme: {one[1]}://{right}")
 
 
 def _parse_options(text: str, query: str) -> Mapping[str, str]:
@@ -150,10 +159,17 @@ def _parse_path(text: str, place: str) -> str:
     path = unquote(place)
     if not path.startswith("/"):
         raise ConfigError(f"address {text!r}: the path is not absolute, write unix:///path")
-    nbytes = len(path.encode())
-    if nbytes > _UNIX_PATH_NBYTES or "\0" in path:
+    try:
+        nbytes = len(path.encode())
+    except UnicodeEncodeError as error:
         raise ConfigError(
-            f"address {text!r}: a socket's path has at most {_UNIX_PATH_NBYTES} bytes, none of them zero; "
+            f"address {text!r}: its path is not text ({error.reason}), write it in UTF-8"
+        ) from error
+    if "\0" in path:
+        raise ConfigError(f"address {text!r}: a path has bytes, none of them zero: leave the %00 away")
+    if nbytes > _UNIX_PATH_NBYTES:
+        raise ConfigError(
+            f"address {text!r}: a socket's path has at most {_UNIX_PATH_NBYTES} bytes; "
             f"this one has {nbytes}, choose a shorter folder"
         )
     return path

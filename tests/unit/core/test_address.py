@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 import pytest
 from hypothesis import given
@@ -181,3 +182,17 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
 def test_places_that_clash(one: str, other: str, same: bool) -> None:
     assert same_place(one, other) is same
     assert same_place(other, one) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("unix:/tmp/x", "write two slashes behind the scheme: unix:///tmp/x"),
+        ("tcp:/127.0.0.1:1", "write two slashes behind the scheme: tcp://127.0.0.1:1"),
+        ("unix:///tmp/a%00b", "leave the %00 away"),
+        ("unix:///tmp/\udcff", "is not text"),
+    ],
+)
+def test_slips_of_the_pen_are_named(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parse_url(text)
