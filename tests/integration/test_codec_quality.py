@@ -116,8 +116,9 @@ def qwen2(folder: Path, head_dim: int, outliers: bool) -> Path:
 def test_channels_that_stick_out_and_large_heads(tmp_path: Path, head_dim: int, outliers: bool) -> None:
     """The gates hold, or the codec says that it does not apply: every slice is outside its bound, and kept.
 
-    Values at random have no structure, so int4 has larger errors of K than on a real model, and the likeliest
-    token of a random model hangs on a hair.
+    Values at random are as a normal distribution, of which groups of 32 in four bits have errors around 0.07
+    (ADR 0017): more than keys of SmolLM2, but below the bound, so int4 does apply. Answers change far less
+    than is allowed, but the likeliest token of a random model hangs on a hair, so its gate is lower here.
     """
     kv = kv_of(qwen2(tmp_path, head_dim, outliers), 1, 256)
     for _, name, found in qualities(kv, (*LOSSLESS, *LOSSY)):
@@ -126,9 +127,12 @@ def test_channels_that_stick_out_and_large_heads(tmp_path: Path, head_dim: int, 
         elif outliers and name not in ("int8(k=channel)", "int8(k=range)"):
             assert found == Quality(0, 0, 0, 0, 1, 1, 1), (name, found)
         elif name == "int4":
+            assert found.out_of_bound == 0
             assert found.relative_l2_k <= 0.075, found
             assert found.relative_l2_v <= 0.09, found
-            assert found.kl <= 0.01, found
+            assert found.kl <= 0.001, found
+            assert found.top1 >= 0.85, found
         else:
             assert found.out_of_bound == 0
             assert_gates(name, [found])
+            assert found.top1 >= 0.95, (name, found)
