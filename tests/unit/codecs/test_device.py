@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -32,6 +33,17 @@ SHAPES = (
     (5, 1, 1, 7),
     (0, 4, 1, 8),
 )
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def where(request: pytest.FixtureRequest) -> torch.device:
+    """Where the tensors are."""
+    name: str = request.param
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a torch that looks for a driver
+        if name == "cuda" and not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+    return torch.device(name)
 
 
 def slices(layer: LayerSpec, count: int, dtype: DType, kind: str) -> ByteArray:
@@ -63,29 +75,33 @@ def on_host(text: str, layer: LayerSpec, data: ByteArray) -> ByteArray:
 @pytest.mark.parametrize("kind", ["normal", "bits", "some not finite", "constant", "small"])
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 @pytest.mark.parametrize("text", PIPELINES)
-def test_the_same_bits_as_on_the_host(text: str, dtype: DType, kind: str) -> None:
+def test_the_same_bits_as_on_the_host(text: str, dtype: DType, kind: str, where: torch.device) -> None:
     device = DevicePipeline(CodecPipeline.parse(text, check="never"))
     for count, *shape in SHAPES:
         layer = kv_layer(shape[0], shape[1], shape[2], dtype)
         data = slices(layer, count, dtype, kind)
         expected = on_host(text, layer, data)
-        frame = device.encode(torch.from_numpy(data.copy()), layer)
-        assert np.array_equal(frame.numpy(), expected), (count, shape)
-        out = torch.full((data.size,), 0xA5, dtype=torch.uint8)
+        frame = device.encode(torch.from_numpy(data.copy()).to(where), layer)
+        assert frame.device.type == where.type
+        assert np.array_equal(frame.cpu().numpy(), expected), (count, shape)
+        out = torch.full((data.size,), 0xA5, dtype=torch.uint8, device=where)
         device.decode(frame, layer, out)
         back = np.full(data.size, 0xA5, np.uint8)
         with use_kernels("numpy"):
             device.pipeline.decode_into(expected.data, layer, back.data)
-        assert np.array_equal(out.numpy(), back), (count, shape)
+        assert np.array_equal(out.cpu().numpy(), back), (count, shape)
 
 
 @pytest.mark.parametrize("text", ["ebp", "int8", "int4", "fp8"])
-def test_damaged_frames_are_refused_or_decoded_as_on_the_host(text: str) -> None:
+def test_damaged_frames_are_refused_or_decoded_as_on_the_host(text: str, where: torch.device) -> None:
     layer = kv_layer(16, 1, 48)
     frame = on_host(text, layer, slices(layer, 1, DType.BFLOAT16, "some not finite"))
     device = DevicePipeline(CodecPipeline.parse(text))
     for mutated in mutations(frame.tobytes(), 200):
-        out, back = torch.zeros(layer.nbytes, dtype=torch.uint8), np.zeros(layer.nbytes, np.uint8)
+        out, back = (
+            torch.zeros(layer.nbytes, dtype=torch.uint8, device=where),
+            np.zeros(layer.nbytes, np.uint8),
+        )
         error: CodecError | None = None
         try:
             with use_kernels("numpy"):
@@ -93,17 +109,18 @@ def test_damaged_frames_are_refused_or_decoded_as_on_the_host(text: str) -> None
         except CodecError as found:
             error = found
         given = torch.frombuffer(mutated, dtype=torch.uint8) if mutated else torch.zeros(0, dtype=torch.uint8)
+        given = given.to(where)
         if error is not None:
             with pytest.raises(CorruptBlockError):
                 device.decode(given, layer, out)
         else:
             device.decode(given, layer, out)
             if text == "ebp":  # a damaged scale may be no number
-                assert np.array_equal(out.numpy(), back)
+                assert np.array_equal(out.cpu().numpy(), back)
 
 
 @pytest.mark.parametrize("check", ["sample", "always", "never"])
-def test_the_bound_is_checked_as_often_as_on_the_host(check: str) -> None:
+def test_the_bound_is_checked_as_often_as_on_the_host(check: str, where: torch.device) -> None:
     layer = kv_layer(16, 2, 64)
     fine = slices(layer, 2, DType.BFLOAT16, "normal")
     wide = fine.view(np.uint16).reshape(2, 2, 16, -1).copy()  # one channel of K is far larger than the others
@@ -113,19 +130,19 @@ def test_the_bound_is_checked_as_often_as_on_the_host(check: str) -> None:
     room = memoryview(bytearray(pipeline.max_encoded_nbytes(layer, 2)))
     for call in range(24):  # of these "sample" compares call 0 only, the next one is 28
         data = fine if call < 10 else wide.reshape(-1).view(np.uint8)
-        found = encoder.encode(torch.from_numpy(data.copy()), layer)
+        found = encoder.encode(torch.from_numpy(data.copy()).to(where), layer)
         with use_kernels("numpy"):
-            assert bytes(found.numpy()) == bytes(room[: pipeline.encode_into(data.data, layer, room)])
+            assert bytes(found.cpu().numpy()) == bytes(room[: pipeline.encode_into(data.data, layer, room)])
     for _ in range(30):
-        encoder.encode(torch.from_numpy(wide.reshape(-1).view(np.uint8).copy()), layer)
+        encoder.encode(torch.from_numpy(wide.reshape(-1).view(np.uint8).copy()).to(where), layer)
     outside = device.counts["out_of_bound"]
     assert outside == {"sample": 26, "always": 44, "never": 0}[check]
     assert device.counts == {"calls": 54, "stored_raw": outside, "out_of_bound": outside}
 
 
-def test_bfloat16_tensors_as_engines_have_them() -> None:
+def test_bfloat16_tensors_as_engines_have_them(where: torch.device) -> None:
     layer = LayerSpec((TensorSpec("k", (16, 2, 64), DType.BFLOAT16),))
-    kv = torch.randn(4, 16, 2, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    kv = torch.randn(4, 16, 2, 64, generator=torch.Generator().manual_seed(1)).to(where, torch.bfloat16)
     device = DevicePipeline(CodecPipeline.parse("ebp"))
     frame = device.encode(kv.view(-1).view(torch.uint8), layer)
     assert frame.numel() < 0.8 * kv.numel() * 2
