@@ -319,7 +319,7 @@ class ClientWriteLease(_ClientLease):
                 lossy=tuple(sorted(self.lossy)) or msgspec.UNSET, staged=staged,
                 ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
-            answer = line.channel.call(request, d.Stored, payload=payload, deadline=deadline)
+            answer = line.call(request, d.Stored, deadline, payload)
             return answer.blocks, line.local(answer.expires_at)
 
     def __enter__(self) -> ClientWriteLease:

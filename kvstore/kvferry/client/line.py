@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.client.staging import Staging
+from kvferry.core.buffers import Buf
 from kvferry.core.errors import KVFerryError, ProtocolError, error_from_code
 from kvferry.wire import daemon_messages as d
 from kvferry.wire.channel import Channel
@@ -37,6 +39,7 @@ class Line:
         opened: Namespaces opened on it, by id and whether lossy blocks are taken.
         ended: Leases whose end was sent with the request under way.
         abandoned: The same of those whose answer never came.
+        answered: Whether a call on it was answered with what was asked for; a refusal may be the last word.
         stages: Whether the daemon has the client's staging memory on it; ``None`` before it was offered.
     """
 
@@ -47,6 +50,7 @@ class Line:
     ended: tuple[int, ...] = ()
     abandoned: tuple[int, ...] = ()
     idle_since: float = 0.0
+    answered: bool = False
     stages: bool | None = None
 
     def __post_init__(self) -> None:
@@ -70,9 +74,11 @@ class Line:
         """A deadline on the daemon's clock as one of ours, rather too early than too late."""
         return moment - self._shift
 
-    def call(self, message: Message, reply: type[M], deadline: float) -> M:
+    def call(self, message: Message, reply: type[M], deadline: float, payload: Sequence[Buf] = ()) -> M:
         """:meth:`Channel.call`."""
-        return self.channel.call(message, reply, deadline=deadline)
+        answer = self.channel.call(message, reply, payload=payload, deadline=deadline)
+        self.answered = True
+        return answer
 
     def ask(self, message: Message, reply: type[Message], deadline: float) -> Incoming:
         """The answer to ``message``, a ``reply`` whose payload is still to be received.
@@ -88,6 +94,7 @@ class Line:
             raise error_from_code(found.code, f"{self.channel.address}: {printable(found.message, 4000)}")
         if not isinstance(found, reply) or incoming.request_id != self._asked:
             raise self.wrong(f"answered with {type(found).__name__} where {reply.__name__} was due")
+        self.answered = True
         return incoming
 
     def has_staging(self, staging: Staging, deadline: float) -> bool:

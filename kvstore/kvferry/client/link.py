@@ -9,11 +9,12 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from kvferry.client.line import Line
 from kvferry.client.memory import RecycledMemory
@@ -23,14 +24,18 @@ from kvferry.client.token import shown_token
 from kvferry.core.cause import Cause
 from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import (
+    CapacityError,
     KVFerryError,
     LeaseExpiredError,
+    OverloadedError,
     StoreError,
     TransferTimeoutError,
+    TransportError,
     UnavailableError,
 )
 from kvferry.wire import daemon_messages as d
 from kvferry.wire.channel import Channel
+from kvferry.wire.messages import Ping, Pong
 from kvferry.wire.options import ChannelOptions
 from kvferry.wire.shared_arena import SHARED_ARENA, SharedArena, can_share_arena
 
@@ -112,6 +117,7 @@ class Link:
         self._pause_s = 0.0
         self._timeouts = 0
         self._busy = False
+        self._said: deque[tuple[Any, ...]] = deque()  # lines of the log that are due: level, text, arguments
         self._ended: list[int] = []
         self._abandoned: list[int] = []
         self._wake = threading.Event()
@@ -154,8 +160,13 @@ class Link:
         Raises:
             UnavailableError: If it cannot be; with the reason as its cause.
         """
-        with self.line(deadline):
-            pass
+        try:
+            with self.line(deadline) as line:
+                line.call(Ping(), Pong, deadline)  # it may take connections that it cannot serve
+        except UnavailableError:
+            raise
+        except (TransportError, CapacityError, OverloadedError) as error:
+            raise UnavailableError(f"{self.url}: the daemon does not answer: {error}") from error
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -174,7 +185,10 @@ class Link:
             LeaseExpiredError: If it is another run than ``epoch``.
             StoreError: If the client is closed.
         """
-        line = self._acquire(deadline, spare)
+        try:
+            line = self._acquire(deadline, spare)
+        finally:
+            self._tell()
         try:
             if epoch and line.epoch != epoch:
                 raise LeaseExpiredError(f"{self.url}: the daemon was restarted; what it had given is void")
@@ -182,7 +196,8 @@ class Link:
         except BaseException as error:
             self._failed(line, error)
             raise
-        self._timeouts = 0
+        if line.answered and (self._away_reason or self._timeouts or self._pause_s):
+            self._healed()
         self._release(line)
 
     def _acquire(self, deadline: float, spare: bool = False) -> Line:
@@ -196,6 +211,7 @@ class Link:
                     if line.epoch == self._epoch and not line.channel.closed and not line.channel.readable():
                         return line
                     self._lose(line)
+                    self._turned_away(line, f"{line.channel.address} ended before it had answered anything")
                 now = time.monotonic()
                 if now < self._away_until:
                     raise self._unavailable()
@@ -227,10 +243,8 @@ class Link:
             with self._cond:
                 self._connecting = False
                 others = self._open > 0
-                if isinstance(error, KVFerryError) and others:
-                    self._grow_after = time.monotonic() + _GROW_PAUSE_S
-                elif isinstance(error, KVFerryError):
-                    self._leave(str(error))
+                if isinstance(error, KVFerryError):
+                    self._not_taken(str(error))
                 self._cond.notify_all()
             if not isinstance(error, KVFerryError):
                 raise
@@ -248,9 +262,7 @@ class Link:
 
     def _arrived(self, line: Line) -> None:
         self.counters.connects += 1
-        if self._away_reason:
-            log.info("%s: the daemon is back", self.label)
-        self._away_reason, self._away_until, self._pause_s, self._timeouts = "", 0.0, 0.0, 0
+        self._away_until = 0.0  # it may be asked; whether it is back is known when it has answered
         if self._lost:
             self.counters.reconnects += 1
             self._lost = False
@@ -266,21 +278,49 @@ class Link:
             self._lose(old)
         self._lost = False
 
+    def _healed(self) -> None:
+        """A call was answered: the daemon is there, and the next pause is a short one again."""
+        with self._cond:
+            if self._away_reason:
+                self._said.append((logging.INFO, "%s: the daemon is back", self.label))
+            self._away_reason, self._away_until, self._pause_s, self._timeouts = "", 0.0, 0.0, 0
+        self._tell()
+
+    def _turned_away(self, line: Line, reason: str) -> None:
+        """A connection was lost: the next attempt waits if nothing was ever answered on it."""
+        if line.epoch == self._epoch and not (line.answered or self.closed):
+            self._not_taken(reason)
+
+    def _not_taken(self, reason: str) -> None:
+        """The daemon gave no connection that works; if others are there, these have to do for a while."""
+        if self._open:
+            self._grow_after = time.monotonic() + _GROW_PAUSE_S
+        else:
+            self._leave(reason)
+
     def _leave(self, reason: str) -> None:
         """The daemon was not reached: nobody tries for a while."""
+        text = ""
         if not self._away_reason:
             self._cause = Cause(reason)
-            log.warning(
-                "%s: the daemon is away, nothing is found or stored meanwhile: %s", self.label, reason
-            )
+            text = "%s: the daemon is away, nothing is found or stored meanwhile: %s"
         elif self._cause is not None and self._cause.now(reason):
-            log.warning("%s: the daemon is still away, and the reason is another now: %s", self.label, reason)
+            text = "%s: the daemon is still away, and the reason is another now: %s"
+        if text:
+            self._said.append((logging.WARNING, text, self.label, reason))
         self._away_reason = reason
         self._lost = self._lost or bool(self._epoch)
         first, last = self.options.first_pause_s, self.options.last_pause_s
         self._pause_s = min(last, 2 * self._pause_s or first)
         self._away_until = time.monotonic() + self._pause_s
         self._wake.set()
+        self._cond.notify_all()  # those who wait for a connection do not get one
+
+    def _tell(self) -> None:
+        """Log what is due, without the lock: a slow handler holds up nobody who asks."""
+        while self._said:
+            with contextlib.suppress(IndexError):  # another thread has taken the last
+                log.log(*self._said.popleft())
 
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(f"{self.url}: the daemon is away: {self._away_reason}")
@@ -319,7 +359,10 @@ class Link:
                 self._timeouts += 1
                 if self._timeouts >= _TIMEOUTS_TO_LEAVE:
                     self._leave(str(error))
+            elif isinstance(error, KVFerryError):
+                self._turned_away(line, str(error))
             self._cond.notify()
+        self._tell()
 
     # ---- ends of leases --------------------------------------------------------------------------
 

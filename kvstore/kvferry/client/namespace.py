@@ -330,7 +330,7 @@ class ClientNamespace:
                 parent=parent, ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
             payload = list(sources.values())
-            return line.channel.call(request, d.Stored, payload=payload, deadline=limit).blocks
+            return line.call(request, d.Stored, limit, payload).blocks
 
     # ---- the rest --------------------------------------------------------------------------------
 

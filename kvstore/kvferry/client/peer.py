@@ -186,7 +186,7 @@ class PeerClient:
                 timeout_s=_left(deadline),
             )
             payload = [block.data for block in blocks]
-            answer = line.channel.call(request, d.PeerMarks, payload=payload, deadline=deadline)
+            answer = line.call(request, d.PeerMarks, deadline, payload)
             return _flags(line, answer, len(blocks))
 
     def close(self) -> None:
