@@ -20,7 +20,7 @@ from kvferry.core.spec import DType, LayerSpec, TensorSpec
 from kvferry.testing.codecs import kv_layer, mutations
 
 PIPELINES = (
-    "ebp", "ebp(bits=3)", "ebp(bits=4)", "int8", "int8(k=channel, group=11)", "int8(k=range)",
+    "ebp", "ebp(bits=3)", "ebp(bits=4)", "int8", "int8(k=channel, group=11)", "int8(k=range)", "int8(k=keep)",
     "int8(k=range, group=5)", "int4",
     "int4(k=token, group=7)", "int4(group=5)", "fp8", "fp8(group=48)", "fp8(scaled=false)",
 )  # fmt: skip
