@@ -96,7 +96,8 @@ class AsyncView:
 
     async def _in_thread(self, name: str, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if name in _ENDS:
-            return await asyncio.wrap_future(self._threads.ends.submit(verb, *args, **kwargs))
+            ended = asyncio.wrap_future(self._threads.ends.submit(verb, *args, **kwargs))
+            return await asyncio.shield(ended)  # done also where this task is cancelled
         by = self._by(verb, args, kwargs)
         future: Future[Any] = self._threads.calls.submit(call_by, by, verb, *args, **kwargs)
         asked = asyncio.wrap_future(future)
@@ -105,9 +106,10 @@ class AsyncView:
             if not asked.done() and future.cancel():  # its turn has not come
                 if isinstance(self._target, ClientWriteLease):
                     self._threads.ends.submit(self._target.abort)  # as after any commit without an answer
-                return unbegun(self._threads.client, self._target, name, args)
+                return self._wrap(unbegun(self._threads.client, self._target, name, args))
             return self._wrap(await asked)
         except asyncio.CancelledError:
+            asked.cancel()  # else its error would be one that nobody took
             future.cancel()
             future.add_done_callback(_give_back)
             raise
@@ -234,8 +236,11 @@ class AsyncClient(AsyncView):
 
     async def close(self) -> None:
         """End its leases, connections and threads; calls that wait end with it."""
-        await self._in_thread("close", self._target.close)
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.shield(asyncio.to_thread(self._close))
+
+    def _close(self) -> None:
+        self._target.close()
+        self._threads.shutdown()
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -102,8 +102,8 @@ class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     connections: int
     leases: int
-    loaded_blocks: int
-    saved_blocks: int
+    loaded_blocks: int = 0
+    saved_blocks: int = 0
     processes: tuple[int, ...]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import threading
 from collections.abc import Callable
@@ -121,7 +122,8 @@ def test_a_call_whose_turn_does_not_come_is_a_miss_by_its_deadline(start: Callab
             held, late = await fill(ns, 2, daemon)
             keys = ns.keys([9] * SPEC.block_tokens)
             block = [(keys[0], block_bytes(keys[0], SPEC.block_nbytes))]
-            assert len(await ns.load(keys, deadline=deadline_in(0.1))) == 0
+            async with await ns.load(keys, deadline=deadline_in(0.1)) as missed:
+                assert len(missed) == 0
             assert (await ns.lookup(keys)).tiers == (None,)
             asking = (
                 ns.save(block, **soon()),
@@ -163,6 +165,44 @@ def test_a_commit_whose_turn_does_not_come_gives_its_slots_back(start: Callable[
             assert (await client.stats()).entries == 0
 
     asyncio.run(run())
+
+
+def test_what_is_cancelled_leaves_no_lease_and_no_error_behind(
+    start: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = start()
+    unheard: list[dict[str, Any]] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def failing(*_: object) -> None:
+        begun.set()
+        go_on.wait(60)
+        raise StoreError("nobody hears of this")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+        async with await AsyncClient.connect(daemon.addresses[0], ClientOptions(max_connections=1)) as client:
+            ns = client.namespace(SPEC)
+            held = await ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(60))
+            for _ in range(2):
+                client._threads.ends.submit(go_on.wait, 60)
+            tasks = [asyncio.ensure_future(held.abort()), asyncio.ensure_future(client.find_lease("1"))]
+            assert await asyncio.to_thread(begun.wait, 60)  # of the other the turn has not come
+            while tasks:
+                tasks[0].cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await tasks[0]
+                del tasks[0]
+            go_on.set()
+            await client.flush(deadline=deadline_in(20))  # behind the other call, by the same thread
+            gc.collect()
+            stats = daemon.store_of("default").stats
+            await asyncio.to_thread(wait_until, lambda: stats().pinned_nbytes == 0, 20)  # before it expires
+            await client.close()  # once more by the context
+
+    monkeypatch.setattr(Client, "find_lease", failing)
+    asyncio.run(run())
+    assert not unheard
 
 
 def test_jobs_hold_up_neither_the_loop_nor_calls(start: Callable[..., Daemon], device: FakeDevice) -> None:
