@@ -49,7 +49,8 @@ def resolve(host: str, port: int, deadline: float, *, passive: bool = False) -> 
     """The addresses of ``host`` for a stream socket, in the order in which they are to be tried.
 
     Raises:
-        TimeoutError: If the system has not answered by the deadline, or too many names hang already.
+        TimeoutError: If the system has not answered by the deadline, too many names hang already, or no
+            thread can be started.
         OSError: What the system says of the name.
         UnicodeError: If it cannot be a name.
     """
@@ -69,10 +70,14 @@ def resolve(host: str, port: int, deadline: float, *, passive: bool = False) -> 
                     f"{MOST_LOOKUPS} names are being looked up, and no name server has answered; "
                     "check /etc/resolv.conf"
                 )
-            found = lookups.under_way[question] = Future()
-            threading.Thread(
-                target=_run, args=(lookups, question, found), name="kvferry-resolve", daemon=True
-            ).start()
+            found = Future()
+            try:
+                threading.Thread(
+                    target=_run, args=(lookups, question, found), name="kvferry-resolve", daemon=True
+                ).start()
+            except RuntimeError as error:
+                raise TimeoutError(f"{error}; raise the limit of threads (ulimit -u)") from error
+            lookups.under_way[question] = found  # it is forgotten with this lock, so after this
     try:
         return found.result(time_left(deadline))
     except WaitTimeoutError:

@@ -77,6 +77,20 @@ def test_no_more_names_are_looked_up_than_threads_may_hang(hanging: Hanging) -> 
     assert resolve("127.0.0.1", 9, deadline_in(0)) == [(socket.AF_INET, ("127.0.0.1", 9))]
 
 
+def test_a_name_is_looked_up_again_where_no_thread_could_be_started(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    hanging.answered.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TimeoutError, match=r"can't start new thread; .*ulimit -u"):
+            resolve("store.cluster.internal", 9, deadline_in(LONG_S))
+    assert resolve("store.cluster.internal", 9, deadline_in(LONG_S))[0][1] == ("127.0.0.1", 9)
+
+
 def test_what_the_system_says_of_a_name_comes_to_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: object, **_options: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "not known")

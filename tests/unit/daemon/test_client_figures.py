@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvferry.client import Client
 from kvferry.core.clock import deadline_in
+from kvferry.daemon.status import ClientStatus
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
 
 from .conftest import Running
@@ -34,3 +37,9 @@ def test_c147_the_figures_of_each_worker_reach_the_endpoint(running: Running) ->
             assert total() == 30
         wait_until(lambda: figures() == {"one": (10, 5)})
         assert total() == 30
+
+
+def test_a_daemon_that_does_not_count_them_yet_is_understood() -> None:
+    before = {"session": "engine-1", "tenant": "default", "connections": 1, "leases": 0, "processes": [7]}
+    found = msgspec.convert(before, ClientStatus)
+    assert (found.processes, found.loaded_blocks, found.saved_blocks) == ((7,), 0, 0)
