@@ -104,7 +104,7 @@ class AsyncView:
         try:
             await asyncio.wait([asked], timeout=max(0.0, by - time.monotonic()))
             if not asked.done() and future.cancel():  # its turn has not come
-                if isinstance(self._target, ClientWriteLease):
+                if isinstance(self._target, ClientWriteLease) and name != "renew":
                     self._threads.ends.submit(self._target.abort)  # as after any commit without an answer
                 return self._wrap(unbegun(self._threads.client, self._target, name, args))
             return self._wrap(await asked)

@@ -142,6 +142,9 @@ def test_a_call_whose_turn_does_not_come_is_a_miss_by_its_deadline(start: Callab
             counted = client.counters
             assert (counted.missed_loads, counted.missed_lookups, counted.refused_saves) == (1, 1, 2)
             assert not any(one.done() for one in late), "it came only since they had ended"
+            for one in [client._threads.ends.submit(int) for _ in range(4)]:
+                await asyncio.wrap_future(one)
+            assert len(held.view(0)) == SPEC.block_nbytes, "it was not renewed, and is not over yet"
             await held.abort()  # waits behind nobody
             for lease in await asyncio.wait_for(asyncio.gather(*late), 60):
                 await lease.abort()
