@@ -300,14 +300,17 @@ class Link:
 
     def _leave(self, reason: str) -> None:
         """The daemon was not reached: nobody tries for a while."""
-        text = ""
         if not self._away_reason:
             self._cause = Cause(reason)
-            text = "%s: the daemon is away, nothing is found or stored meanwhile: %s"
+            self._said.append((
+                logging.WARNING, "%s: the daemon is away, nothing is found or stored meanwhile: %s",
+                self.label, reason,
+            ))  # fmt: skip
         elif self._cause is not None and self._cause.now(reason):
-            text = "%s: the daemon is still away, and the reason is another now: %s"
-        if text:
-            self._said.append((logging.WARNING, text, self.label, reason))
+            self._said.append((
+                logging.WARNING, "%s: the daemon is still away, and the reason is another now: %s",
+                self.label, reason,
+            ))  # fmt: skip
         self._away_reason = reason
         self._lost = self._lost or bool(self._epoch)
         first, last = self.options.first_pause_s, self.options.last_pause_s
