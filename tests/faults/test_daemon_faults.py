@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,7 @@ import pytest
 from kvferry.client import Client, ClientOptions
 from kvferry.core.blockstore import Namespace
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import LeaseExpiredError, UnavailableError
+from kvferry.core.errors import CapacityError, LeaseExpiredError, UnavailableError
 from kvferry.core.keys import BlockKey
 from kvferry.testing.blocks import block_bytes, save_blocks, small_spec, stop_process, wait_until
 from kvferry.testing.blockstore_common import no_room
@@ -74,8 +79,7 @@ def serve(folder: Path, *more: str) -> Command:
         "1MiB",
         "--set",
         "daemon.listen=none",
-        "--http",
-        "none",
+        *(() if "--http" in more else ("--http", "none")),
         *more,
     )
 
@@ -210,17 +214,76 @@ def test_a_hung_daemon_costs_no_more_than_the_deadline(tmp_path: Path, daemon: C
         assert client.counters.restarts == 0
 
 
-def test_a_killed_client_leaves_nothing(tmp_path: Path, daemon: Command) -> None:
-    """C048: sessions, leases and slots go with the process."""
-    with Client(f"unix://{tmp_path}/d.sock") as client:
-        for program in (FILLER, READER):
-            ns = client.namespace(SPEC)
-            if program is READER:
+@pytest.mark.soak
+@pytest.mark.parametrize("url", ["unix", "tcp"])
+def test_no_call_outlives_its_deadline_at_a_hung_daemon(tmp_path: Path, url: str) -> None:
+    """On a machine that does nothing else: each verb is over 0.2 s after its deadline, the very first too."""
+    port = ("--listen", "tcp://127.0.0.1:0") if url == "tcp" else ()
+    options = ClientOptions(call_timeout_s=0.3, first_pause_s=0.01, last_pause_s=0.01)
+    took: dict[str, float] = {}
+    numbers = itertools.count(2)
+    with serve(tmp_path, "--disk", "none", *port) as daemon:
+        address = daemon.wait_ready()["listen"].split()[-1]
+        for verb in ("lookup", "load", "save", "reserve"):
+            for _ in range(3):
+                with Client(address, options) as client:
+                    ns = client.namespace(SPEC)
+                    keys = ns.keys([1] * SPEC.block_tokens)
+                    save_blocks(ns, keys)
+                    new = ns.keys([next(numbers)] * SPEC.block_tokens)
+                    calls: dict[str, Callable[[], object]] = {
+                        "lookup": partial(ns.lookup, keys),
+                        "load": lambda: ns.load(keys, deadline=deadline_in(0.3)),  # noqa: B023 - called here
+                        "save": partial(save_blocks, ns, new, seconds=0.3),
+                        "reserve": lambda: ns.reserve(new, parent=None, deadline=deadline_in(0.3)),  # noqa: B023
+                    }
+                    stop_process(daemon.process.pid)
+                    try:
+                        for _ in range(4):  # when it is known to be away, and is tried again, too
+                            started = time.monotonic()
+                            with suppress(CapacityError):
+                                calls[verb]()
+                            took[verb] = max(took.get(verb, 0.0), time.monotonic() - started)
+                            time.sleep(0.02)
+                    finally:
+                        daemon.process.send_signal(signal.SIGCONT)
+    print({verb: round(seconds, 3) for verb, seconds in took.items()})
+    assert max(took.values()) < 0.3 + 0.2
+
+
+def own_nbytes(pid: int) -> int:
+    """Resident memory without shared pages: those are blocks'."""
+    fields = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
+    return (int(fields[1]) - int(fields[2])) * 4096
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+def test_a_killed_client_leaves_nothing(tmp_path: Path, kills: int) -> None:
+    """C048: sessions, leases and slots go with the process; status and memory are as before."""
+    words = ("--disk", "none", "--set", f"store.lease={LEASE_S}s", "--http", "http://127.0.0.1:0")
+    with serve(tmp_path, *words) as daemon, Client(f"unix://{tmp_path}/d.sock") as client:
+        http = daemon.wait_ready()["http"]
+        ns = client.namespace(SPEC)
+        before = 0
+        for kill in range(kills):
+            if kill % 2:
                 save_blocks(ns, ns.keys([7] * 3 * SPEC.block_tokens))
-            process = child(program, tmp_path)
+            process = child(READER if kill % 2 else FILLER, tmp_path)
             process.kill()
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-        wait_until(lambda: client.stats().leases == 0)
-        wait_until(lambda: client.stats().quarantined_nbytes == client.stats().pinned_nbytes == 0)
+            wait_until(lambda: client.stats().leases == 0)
+            wait_until(lambda: client.stats().quarantined_nbytes == client.stats().pinned_nbytes == 0)
+            if kill % 2:
+                assert ns.remove(ns.keys([7] * 3 * SPEC.block_tokens)) == 3
+            if kill == 1:  # each kind has been seen
+                before = own_nbytes(daemon.process.pid)
+        wait_until(lambda: clients_in(http) == [client.session])
+        assert own_nbytes(daemon.process.pid) - before < 4 << 20
+
+
+def clients_in(http: str) -> list[str]:
+    """Sessions of the clients that the status names."""
+    with urllib.request.urlopen(f"{http}/status", timeout=20) as answer:
+        return [one["session"] for one in json.load(answer)["clients"]]
