@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,9 +83,3 @@ class TestAuto(_OverDaemon):
 
     def listen(self) -> list[str]:
         return ["daemon.socket=none", "daemon.listen=auto://127.0.0.1:0"]
-
-
-@pytest.mark.skipif(find_spec("ucxx") is None, reason="needs the extra ucx")
-class TestUcx(_OverDaemon):
-    def listen(self) -> list[str]:
-        return ["daemon.socket=none", "daemon.listen=ucx://127.0.0.1:0"]
