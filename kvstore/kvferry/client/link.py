@@ -119,6 +119,7 @@ class Link:
         self._busy = False
         self._said: deque[tuple[Any, ...]] = deque()  # lines of the log that are due: level, text, arguments
         self._ended: list[int] = []
+        self._telling: tuple[int, ...] = ()  # the same, of which it is being told
         self._abandoned: list[int] = []
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
@@ -388,12 +389,15 @@ class Link:
     @property
     def has_ends(self) -> bool:
         """Whether the daemon is to be told of the end of a lease."""
-        return bool(self._ended or self._abandoned)
+        return bool(self._ended or self._abandoned or self._telling)
 
     def take_ended(self) -> tuple[int, ...]:
-        """The leases that it is to be told of; the caller does."""
+        """The leases that it is to be told of; the caller does.
+
+        With those of which it is being told on another connection, which this request may overtake.
+        """
         with self._cond:
-            taken, self._ended = tuple(self._ended), []
+            taken, self._ended = (*self._telling, *self._ended), []
         return taken
 
     def take_abandoned(self) -> tuple[int, ...]:
@@ -407,9 +411,14 @@ class Link:
             return
         deadline = deadline_in(_FLUSH_S)
         with contextlib.suppress(KVFerryError), self.line(deadline, spare=True) as line:
-            request = d.EndLeases(ended=line.take_ended(), abandoned=line.take_abandoned())
-            if request.ended or request.abandoned:
-                line.call(request, d.Done, deadline)
+            with self._cond:
+                self._telling, self._ended = tuple(self._ended), []
+            try:
+                request = d.EndLeases(ended=line.take_ended(), abandoned=line.take_abandoned())
+                if request.ended or request.abandoned:
+                    line.call(request, d.Done, deadline)
+            finally:
+                self._telling = ()
 
     # ---- the thread ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import pytest
 
 from kvferry.client import Client, ClientOptions, ClientWriteLease
 from kvferry.client.client import _with_port
+from kvferry.client.line import Line
 from kvferry.client.link import Link
 from kvferry.core import cause
 from kvferry.core.clock import deadline_in
@@ -304,3 +305,30 @@ def test_another_reason_for_being_away_is_told(
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert [line.startswith("peer tcp://127.0.0.1:9: the daemon is ") for line in told] == [True, True]
     assert "still away, and the reason is another now: the token is not valid" in told[1]
+
+
+def test_a_request_that_overtakes_the_ends_of_leases_carries_them(
+    start: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's thread tells the daemon of ends too: what is asked meanwhile must not see the lease."""
+    daemon = start()
+    told, go_on = threading.Event(), threading.Event()
+    call = Line.call
+
+    def held_up(line: Line, message: Any, *args: Any) -> Any:
+        if isinstance(message, d.EndLeases):
+            told.set()
+            assert go_on.wait(60)
+        return call(line, message, *args)
+
+    monkeypatch.setattr(Line, "call", held_up)
+    with Client(daemon.addresses[0]) as client:
+        ns = client.namespace(SPEC)
+        lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=deadline_in(20))
+        assert client.stats().leases == 1
+        lease.abort()
+        try:
+            assert told.wait(60)
+            assert client.stats().leases == 0
+        finally:
+            go_on.set()
