@@ -20,6 +20,7 @@ import numpy as np
 from kvferry.bench.ceilings import ColdWalk
 from kvferry.bench.results import Sample
 from kvferry.core.errors import KVFerryError, ProtocolError
+from kvferry.transports.ip import tune
 
 __all__ = ["LMCacheLink", "lmcache_command", "lmcache_server"]
 
@@ -82,7 +83,7 @@ class LMCacheLink:
         self._into = ColdWalk(nbytes, walk_nbytes, fill=0)
         self._small = memoryview(bytearray(_REPLY.size))
         self._socket = socket.create_connection(("127.0.0.1", port), _WAIT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(self._socket)  # as ours; its server's end, by which it answers GET, is its own
         self._socket.settimeout(None)
 
     def put(self, batch: int, count: int) -> Sample:
