@@ -148,6 +148,10 @@ class ClientReadLease(_ClientLease):
             )
         self._require_active()
 
+    def void(self) -> None:
+        """Its bytes did not come: nobody has it, and who asked for it abandons it."""
+        self._finish("its bytes did not come")
+
     def release(self) -> None:
         """Check, then give the blocks back, also when the check fails.
 

@@ -28,7 +28,7 @@ from kvferry.core.errors import (
     UnavailableError,
 )
 from kvferry.core.head_shards import HeadShard
-from kvferry.core.keys import KEY_NBYTES, BlockKey, Media, Tokens, require_key, require_keys, split_keys
+from kvferry.core.keys import BlockKey, Media, Tokens, require_key, require_keys, split_keys
 from kvferry.core.regions import Region
 from kvferry.core.segments import MappedSlots
 from kvferry.core.spec import KeyScope, KVSpec, namespace_id
@@ -134,17 +134,19 @@ class ClientNamespace:
                 inline=inline, ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
             try:
-                answer, blocks = (self._take_inline if inline else self._take_mapped)(line, request, limit)
-                if answer.blocks > len(keys):
-                    raise line.wrong(f"{answer.blocks} blocks to a load of {len(keys)}")
+                return (self._load_inline if inline else self._load_mapped)(line, request, keys, limit)
             except BaseException:
                 self._link.abandon(number)
                 raise
-            expires_at = line.local(answer.expires_at)
-            return ClientReadLease(
-                self._link, self.spec, tuple(keys[: answer.blocks]), number=number, epoch=line.epoch,
-                blocks=blocks, expires_at=expires_at, lossy=self._told_lossy(line, answer),
-            )  # fmt: skip
+
+    def _leased(
+        self, line: Line, request: d.LoadBlocks, keys: Sequence[BlockKey], answer: d.Loaded,
+        blocks: Blocks | None,
+    ) -> ClientReadLease:  # fmt: skip
+        return ClientReadLease(
+            self._link, self.spec, tuple(keys[: answer.blocks]), number=request.lease, epoch=line.epoch,
+            blocks=blocks, expires_at=line.local(answer.expires_at), lossy=self._told_lossy(line, answer),
+        )  # fmt: skip
 
     def _may_read(self, opened: d.NamespaceOpened) -> bool:
         """Whether what the daemon gives is what this reader takes; one that is older cannot tell it apart."""
@@ -159,13 +161,20 @@ class ClientNamespace:
             raise line.wrong(f"lossy blocks {lossy[:8]} among {answer.blocks}")
         return lossy
 
-    def _take_mapped(
-        self, line: Line, request: d.LoadBlocks, limit: float
-    ) -> tuple[d.Loaded, MappedSlots | None]:
+    def _load_mapped(
+        self, line: Line, request: d.LoadBlocks, keys: Sequence[BlockKey], limit: float
+    ) -> ClientReadLease:
         answer = line.call(request, d.Loaded, limit)
-        if not answer.blocks:
-            return answer, None
-        return answer, self._mapped(line, answer.slots, answer.blocks, answer.epoch, limit)
+        self._require_asked(line, answer, keys)
+        blocks = None
+        if answer.blocks:
+            blocks = self._mapped(line, answer.slots, answer.blocks, answer.epoch, limit)
+        return self._leased(line, request, keys, answer, blocks)
+
+    @staticmethod
+    def _require_asked(line: Line, answer: d.Loaded, keys: Sequence[BlockKey]) -> None:
+        if answer.blocks > len(keys):
+            raise line.wrong(f"{answer.blocks} blocks to a load of {len(keys)}")
 
     def _mapped(self, line: Line, slots: bytes, count: int, epoch: str, limit: float) -> MappedSlots:
         """Blocks by address; their segments are mapped first if need be."""
@@ -184,24 +193,38 @@ class ClientNamespace:
             raise line.wrong(f"segment {last} of arena {epoch[:8]}, which it does not name")
         return found
 
-    def _take_inline(
-        self, line: Line, request: d.LoadBlocks, limit: float
-    ) -> tuple[d.Loaded, OwnBlocks | None]:
+    def _load_inline(
+        self, line: Line, request: d.LoadBlocks, keys: Sequence[BlockKey], limit: float
+    ) -> ClientReadLease:
+        """Receive a lease's blocks; it is made before, while they are on their way, since that takes as long
+        as some of them, and behind them all of it would be cold.
+        """
         incoming = line.ask(request, d.Loaded, limit)
         answer = incoming.message
         assert isinstance(answer, d.Loaded)
-        most = len(request.keys) // KEY_NBYTES
-        return answer, self._receive(line, incoming, min(answer.blocks, most), limit)
+        self._require_asked(line, answer, keys)
+        blocks = self._blocks_for(line, incoming, answer.blocks)
+        lease = self._leased(line, request, keys, answer, blocks)
+        if blocks is not None:
+            try:
+                incoming.read_into(blocks.views(answer.blocks), limit)
+            except BaseException:
+                lease.void()
+                raise
+        return lease
 
     def _receive(self, line: Line, incoming: Incoming, count: int, limit: float) -> OwnBlocks | None:
         """Blocks that come with an answer, into memory of this process."""
+        blocks = self._blocks_for(line, incoming, count)
+        if blocks is not None:
+            incoming.read_into(blocks.views(count), limit)
+        return blocks
+
+    def _blocks_for(self, line: Line, incoming: Incoming, count: int) -> OwnBlocks | None:
+        """Memory of this process for blocks that come with an answer."""
         if incoming.payload_nbytes != count * self.block_nbytes:
             raise line.wrong(f"{incoming.payload_nbytes} bytes for {count} blocks of {self.block_nbytes}")
-        if not count:
-            return None
-        blocks = self._own_blocks(count)
-        incoming.read_into(blocks.views(count), limit)
-        return blocks
+        return self._own_blocks(count) if count else None
 
     def _own_blocks(self, count: int) -> OwnBlocks:
         memory = self._link.memory.piece(count * OwnBlocks.step(self.block_nbytes))
