@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvferry.client.staging import Staging
 from kvferry.core.buffers import Buf
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Line"]
 
 log = logging.getLogger(__name__)
+
+_JUST_NOW_S: Final = 0.001
 
 M = TypeVar("M", bound=Message)
 
@@ -69,6 +72,14 @@ class Line:
         if self.link.has_ends:
             self.abandoned += self.link.take_abandoned()
         return self.abandoned
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has come since its last use: neither its end nor what nobody asked for.
+
+        Of one that has answered, and was used just now, nobody asks: that takes a call of the system.
+        """
+        just_now = self.answered and time.monotonic() - self.idle_since < _JUST_NOW_S
+        return just_now or not self.channel.readable()
 
     def local(self, moment: float) -> float:
         """A deadline on the daemon's clock as one of ours, rather too early than too late."""

@@ -10,8 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
@@ -20,13 +19,13 @@ from kvferry.client.line import Line
 from kvferry.client.memory import RecycledMemory
 from kvferry.client.options import ClientCounters, ClientOptions
 from kvferry.client.staging import Staging
+from kvferry.client.taken import Taken
 from kvferry.client.token import shown_token
 from kvferry.core.cause import Cause
 from kvferry.core.clock import deadline_in, is_past, time_left
 from kvferry.core.errors import (
     CapacityError,
     KVFerryError,
-    LeaseExpiredError,
     OverloadedError,
     StoreError,
     TransferTimeoutError,
@@ -171,8 +170,7 @@ class Link:
 
     # ---- connections -----------------------------------------------------------------------------
 
-    @contextmanager
-    def line(self, deadline: float, *, epoch: str = "", spare: bool = False) -> Iterator[Line]:
+    def line(self, deadline: float, *, epoch: str = "", spare: bool = False) -> Taken:
         """A connection for the caller alone.
 
         Args:
@@ -186,20 +184,7 @@ class Link:
             LeaseExpiredError: If it is another run than ``epoch``.
             StoreError: If the client is closed.
         """
-        try:
-            line = self._acquire(deadline, spare)
-        finally:
-            self._tell()
-        try:
-            if epoch and line.epoch != epoch:
-                raise LeaseExpiredError(f"{self.url}: the daemon was restarted; what it had given is void")
-            yield line
-        except BaseException as error:
-            self._failed(line, error)
-            raise
-        if line.answered and (self._away_reason or self._timeouts or self._pause_s):
-            self._healed()
-        self._release(line)
+        return Taken(self, deadline, epoch, spare)
 
     def _acquire(self, deadline: float, spare: bool = False) -> Line:
         with self._cond:
@@ -209,7 +194,7 @@ class Link:
                     raise StoreError(f"the client of {self.url} is closed")
                 while self._idle:
                     line = self._idle.pop()
-                    if line.epoch == self._epoch and not line.channel.closed and not line.channel.readable():
+                    if line.epoch == self._epoch and not line.channel.closed and line.is_quiet():
                         return line
                     self._lose(line)
                     self._turned_away(line, f"{line.channel.address} ended before it had answered anything")

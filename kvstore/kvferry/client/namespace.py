@@ -196,9 +196,7 @@ class ClientNamespace:
     def _load_inline(
         self, line: Line, request: d.LoadBlocks, keys: Sequence[BlockKey], limit: float
     ) -> ClientReadLease:
-        """Receive a lease's blocks; it is made before, while they are on their way, since that takes as long
-        as some of them, and behind them all of it would be cold.
-        """
+        """Receive a lease's blocks; it is made while they are on their way: behind them all is cold."""
         incoming = line.ask(request, d.Loaded, limit)
         answer = incoming.message
         assert isinstance(answer, d.Loaded)

@@ -283,11 +283,9 @@ class MemoryStore:
         self._hit_blocks += len(hit.tiers) - hit.tiers.count(None)
 
     def _load(
-        self,
-        namespace: MemoryNamespace,
-        keys: Sequence[BlockKey],
-        deadline: float,  # noqa: ARG002
-    ) -> SlotReadLease:
+        self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float,  # noqa: ARG002
+        before_fetch: Callable[[], object] | None = None,  # noqa: ARG002
+    ) -> SlotReadLease:  # fmt: skip
         with self._lock:
             now = self._begin(namespace.session)
             blocks = self._pool.prefix(namespace, keys)

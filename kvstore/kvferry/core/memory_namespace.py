@@ -81,9 +81,18 @@ class MemoryNamespace:
         """Which keys are stored; no side effect but on the counters of lookups."""
         return self._store._lookup(self, require_keys(keys))
 
-    def load(self, keys: Sequence[BlockKey], *, deadline: float) -> SlotReadLease:
-        """Lease the longest stored prefix of ``keys``; waits only for slower tiers, until the deadline."""
-        return self._store._load(self, require_keys(keys), checked_deadline(deadline))
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        deadline: float,
+        before_fetch: Callable[[], object] | None = None,
+    ) -> SlotReadLease:
+        """Lease the longest stored prefix of ``keys``; waits only for slower tiers, until the deadline.
+
+        ``before_fetch`` is called, under no lock, before slower tiers are asked, whose blocks need room.
+        """
+        return self._store._load(self, require_keys(keys), checked_deadline(deadline), before_fetch)
 
     def reserve(
         self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float

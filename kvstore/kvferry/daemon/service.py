@@ -90,6 +90,7 @@ class Service:
         self._by_id: dict[tuple[bytes, bool], int] = {}  # by id, and whether it takes lossy blocks
         self._to_peer: dict[tuple[int, bool], MemoryNamespace] = {}
         self._moved = (0, 0)  # blocks and bytes of the request that is being answered
+        self._ended: tuple[int, ...] = ()  # leases whose end came with it, and is still to be done
         try:
             self._session = node.sessions.join(channel, grant.tenant.name, store)
         except BaseException:
@@ -113,6 +114,8 @@ class Service:
         try:
             failed = not self._try_answer(incoming)
         finally:
+            if self._ended:
+                self._end()
             blocks, nbytes = (0, 0) if failed else self._moved
             self._grant.tenant.meter.spend(nbytes)
             self._session.count(verb_of(incoming.message), blocks)
@@ -126,8 +129,9 @@ class Service:
         try:
             with self._node.work:
                 if isinstance(message, d.Request):
-                    if message.ended:
-                        self._session.end(message.ended)
+                    self._ended = message.ended
+                    if self._ended and not isinstance(message, d.LoadBlocks):
+                        self._end()
                     if message.abandoned:
                         self._session.abandon(message.abandoned)
                 require_leave(self._grant, message)
@@ -156,6 +160,14 @@ class Service:
                 with contextlib.suppress(KVFerryError):
                     lease.release()
         return True
+
+    def _end(self) -> None:
+        """End what the request says: before it is answered, but for a load that finds all in memory.
+
+        That needs no room, and its answer need not wait.
+        """
+        numbers, self._ended = self._ended, ()
+        self._session.end(numbers)
 
     def _reply_to(self, incoming: Incoming) -> Reply:
         message = incoming.message
@@ -270,8 +282,14 @@ class Service:
         keys = split_keys(message.keys)
         if message.inline:
             keys = keys[: self._node.max_payload_nbytes // max(1, namespace.block_nbytes)]
-        self._session.expect(message.lease)
-        lease = namespace.load(keys, deadline=deadline_in(message.timeout_s))
+        try:
+            self._session.expect(message.lease)
+        except KVFerryError:
+            if not self._ended:
+                raise
+            self._end()  # maybe in the way
+            self._session.expect(message.lease)
+        lease = namespace.load(keys, deadline=deadline_in(message.timeout_s), before_fetch=self._end)
         self._moved = (len(lease), len(lease) * namespace.block_nbytes)
         self._grant.tenant.count_load(len(keys), len(lease))
         self._session.add(message.lease, lease)

@@ -339,7 +339,10 @@ class TieredStore(MemoryStore):
         missing = self._not_in_memory(namespace, keys)
         return Below(self._locate_missing(namespace, missing, deadline), frozenset(missing))
 
-    def _load(self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float) -> SlotReadLease:
+    def _load(
+        self, namespace: MemoryNamespace, keys: Sequence[BlockKey], deadline: float,
+        before_fetch: Callable[[], object] | None = None,
+    ) -> SlotReadLease:  # fmt: skip
         with self._lock:
             now = self._begin(namespace.session)
             blocks = self._pool.prefix(namespace, keys)
@@ -347,6 +350,8 @@ class TieredStore(MemoryStore):
             if len(blocks) == len(keys) or not self.levels:
                 self._pool.touch(blocks)
                 return self._pool.open_read(namespace, blocks, now + self.lease_s)
+        if before_fetch is not None:
+            before_fetch()
         return self._fetcher.load(namespace, keys, deadline)
 
     def _prefetch(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:

@@ -183,3 +183,19 @@ def test_left_behind_it_is_watched_until_nobody_can_write(child: subprocess.Pope
 def channel_of(pid: int, name: str = "engine") -> Channel:
     """As much of a channel as a session looks at."""
     return cast("Channel", SimpleNamespace(peer_pid=pid, peer=SimpleNamespace(session=name)))
+
+
+def test_a_load_that_needs_the_room_of_a_lease_that_it_ends_gets_it(running: Running) -> None:
+    spec = small_spec(pages=64)
+    namespace, blocks = running.client.namespace(spec), (4 << 20) // spec.block_nbytes
+    first, second = (namespace.keys([n] * blocks * spec.block_tokens) for n in (1, 2))
+    for keys in (first, second):  # either fills the memory
+        save_blocks(namespace, keys)
+        assert running.client.flush(deadline=deadline_in(20))
+    for keys in (second, first, second):
+        lease = namespace.load(keys, deadline=deadline_in(20))
+        assert len(lease) == blocks
+        lease.release()  # which the daemon hears with the next load
+    namespace.load(second, deadline=deadline_in(20)).release()
+    with namespace.load(second, deadline=deadline_in(20)):
+        assert running.client.stats().leases == 1

@@ -32,9 +32,15 @@ class RacingNamespace(MemoryNamespace):
         self._race("lookup")
         return super().lookup(keys)
 
-    def load(self, keys: Sequence[BlockKey], *, deadline: float) -> SlotReadLease:
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        deadline: float,
+        before_fetch: Callable[[], object] | None = None,
+    ) -> SlotReadLease:
         self._race("load")
-        return super().load(keys, deadline=deadline)
+        return super().load(keys, deadline=deadline, before_fetch=before_fetch)
 
     def reserve(
         self, keys: Sequence[BlockKey], *, parent: BlockKey | None, deadline: float
