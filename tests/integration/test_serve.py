@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -55,11 +56,31 @@ def imported(err: str) -> set[str]:
 
 
 @pytest.mark.soak
-def test_it_starts_in_a_second_of_work(tmp_path: Path) -> None:
-    """Of a machine that does nothing else."""
-    with serve(tmp_path, "--listen", "tcp://127.0.0.1:0", *disk(tmp_path)) as daemon:
-        daemon.wait_ready()
-        assert cpu_s(daemon.process.pid) < 1.0
+@pytest.mark.parametrize("files", [0, 10_000])
+def test_it_starts_in_a_second(tmp_path: Path, files: int) -> None:
+    """Of work, and until the ready line, on a machine that does nothing else; the best of three."""
+    words = ("--listen", "tcp://127.0.0.1:0", "--disk", f"{tmp_path}/disk", "--disk-capacity", "256MiB")
+    spec = small_spec("starts", layers=1, pages=1)
+    if files:
+        with serve(tmp_path, *words) as daemon:
+            daemon.wait_ready()
+            with Client(f"unix://{tmp_path}/d.sock") as client:
+                ns = client.namespace(spec)
+                for first in range(0, files, 500):
+                    keys = ns.keys([first + 1] * 500 * spec.block_tokens)
+                    assert save_blocks(ns, keys, seconds=60) == 500
+                    assert client.flush(deadline=deadline_in(60))
+            assert daemon.terminate() == 0
+        assert sum(path.is_file() for path in (tmp_path / "disk").rglob("*")) >= files
+    took = []
+    for _ in range(3):
+        started = time.monotonic()
+        with serve(tmp_path, *words) as daemon:
+            daemon.wait_ready()
+            took.append((time.monotonic() - started, cpu_s(daemon.process.pid)))
+            assert daemon.terminate() == 0
+    print(f"ready after {min(took)[0]:.2f} s, with {min(took)[1]:.2f} s of work, {files} files on disk")
+    assert max(min(wall for wall, _ in took), min(work for _, work in took)) < 1.0
 
 
 def test_it_starts_with_what_it_needs_and_raises_its_limit_of_files(tmp_path: Path) -> None:

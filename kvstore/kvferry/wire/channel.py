@@ -72,8 +72,9 @@ class Channel(ChannelState):
     def open(cls, connection: Connection, options: ChannelOptions, deadline: float) -> Channel:
         """Shake hands as the client on a connection that was made already; otherwise as :meth:`connect`."""
         channel = cls(connection, options.protocol(Side.CLIENT, connection.peer_address), options)
-        limit = earliest(deadline, deadline_in(options.hello_timeout_s))
-        with channel._handshake(limit):
+        within_s = min(options.hello_timeout_s, time_left(deadline))
+        limit = earliest(deadline, deadline_in(within_s))
+        with channel._handshake(limit, within_s):
             channel._say_hello(limit)
         channel._open()
         return channel
@@ -90,14 +91,16 @@ class Channel(ChannelState):
             ProtocolError: If the peer speaks something else, or no common version.
         """
         channel = cls(connection, options.protocol(Side.SERVER, connection.peer_address), options)
-        limit = earliest(deadline, deadline_in(options.hello_timeout_s))
-        with channel._handshake(limit):
+        within_s = min(options.hello_timeout_s, time_left(deadline))
+        limit = earliest(deadline, deadline_in(within_s))
+        with channel._handshake(limit, within_s):
             channel._await_hello(limit)
         channel._open()
         return channel
 
-    def _handshake(self, limit: float) -> AbstractContextManager[None]:
-        return shaking_hands(self.address, self.abort, partial(self._tell_refusal, limit=limit), limit)
+    def _handshake(self, limit: float, within_s: float) -> AbstractContextManager[None]:
+        refuse = partial(self._tell_refusal, limit=limit)
+        return shaking_hands(self.address, self.abort, refuse, within_s)
 
     def _tell_refusal(self, error: KVFerryError, limit: float) -> None:
         """Answer a peer that did send a hello; whoever sent garbage gets nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,7 +20,7 @@ __all__ = ["shaking_hands"]
 
 @contextmanager
 def shaking_hands(
-    address: str, abort: Callable[[], None], tell_refusal: Callable[[KVFerryError], None], limit: float
+    address: str, abort: Callable[[], None], tell_refusal: Callable[[KVFerryError], None], within_s: float
 ) -> Iterator[None]:
     """Around a handshake: any error aborts the connection.
 
@@ -30,18 +29,17 @@ def shaking_hands(
         abort: Ends the connection at once.
         tell_refusal: Tells the peer, where it can be told, that it broke the protocol, offered no version
             or may not come in.
-        limit: By when the handshake is to be done.
+        within_s: Time that the handshake was given, for messages; not what was left of it by now.
 
     Raises:
         ConnectError: If it is not complete in time, or the peer left.
     """
-    started = time.monotonic()
     try:
         yield
     except TransferTimeoutError as error:
         abort()
         raise ConnectError(
-            f"{address}: no handshake within {limit - started:.3g} s; is it a kvferry port?"
+            f"{address}: no handshake within {within_s:.3g} s; is it a kvferry port?"
         ) from error
     except ConnectionClosedError as error:
         abort()

@@ -17,8 +17,9 @@ import pytest
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, ConnectError, ConnectionClosedError, KVFerryError, ProtocolError
 from kvferry.transports import Connection
-from kvferry.wire import Channel, ChannelOptions, Versions
+from kvferry.wire import Channel, ChannelOptions, Versions, channel
 from kvferry.wire import messages as m
+from kvferry.wire.handshake import shaking_hands
 
 KINDS = ["tcp", "inproc"]
 LATE = "no handshake within 0.3 s"
@@ -60,6 +61,21 @@ def test_a_server_that_is_none_fails_the_connect_in_time(
     with pytest.raises(error, match=match) as caught:
         Channel.connect(address, options, deadline_in(1000))
     assert address in str(caught.value)
+
+
+def test_the_time_that_is_named_is_the_one_that_was_given(
+    raw_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it named what was left when it began: 0.299 s of 0.3."""
+
+    def late(*given: Any) -> Any:
+        time.sleep(0.01)
+        return shaking_hands(*given)
+
+    monkeypatch.setattr(channel, "shaking_hands", late)
+    options = ChannelOptions(role="test", session="s", hello_timeout_s=0.3)
+    with pytest.raises(ConnectError, match=LATE):
+        Channel.connect(raw_server(lambda sock: None), options, deadline_in(1000))
 
 
 def test_the_callers_deadline_also_bounds_the_handshake(raw_server: Any) -> None:
