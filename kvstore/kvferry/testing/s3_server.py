@@ -51,10 +51,13 @@ class S3Server:
         endpoint: Its URL.
         access_key_id: Of the user.
         secret_access_key: Its key.
+        domain: Hosts below it are buckets (virtual-host style); no resolver knows them.
     """
 
     access_key_id = "kvferry-test"
     secret_access_key = "of-the-tests"  # noqa: S105  the test's own server's
+
+    domain = "s3.test"
 
     def __init__(self, bucket: str = "blocks") -> None:
         self.bucket = bucket
@@ -69,6 +72,7 @@ class S3Server:
             [
                 _binary(), "-logtostderr", "server", f"-dir={self._folder.name}", "-ip=127.0.0.1",
                 "-ip.bind=127.0.0.1", "-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+                f"-s3.domainName={self.domain}",
                 "-master.volumeSizeLimitMB=64", "-volume.max=50",
                 *(f"-{name}={port}" for name, port in ports.items()),
             ],
