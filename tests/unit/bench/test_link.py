@@ -287,6 +287,9 @@ def test_options() -> None:
     assert (found.sizes, found.batches, found.lanes) == ((65536, 1 << 20), (1, 8), (4,))
     assert (found.checksums, found.walk_nbytes, found.run_nbytes) == (("off",), 2 << 20, 1 << 19)
     assert found.alternatives == ("none",)
+    assert options(scheme="tcp,unix", lanes="1,2").lanes == (1, 2)  # for tcp
+    assert options(scheme="unix", lanes="1").lanes == (1,)
+    assert options(sizes="64KiB", walk="1MiB").batches == (1, 32)  # as many as go in: nobody asked for 32
 
 
 @pytest.mark.parametrize(
@@ -298,6 +301,10 @@ def test_options() -> None:
         ({"sizes": "4MiB", "walk": "1MiB"}, ConfigError, "up to the walk"),
         ({"batch": "0"}, ConfigError, "from 1 on"),
         ({"lanes": "x"}, ConfigError, "--lanes"),
+        ({"lanes": "1,17"}, ConfigError, "--lanes 17: a connection has 1 to 16 lanes"),
+        ({"lanes": "1,2", "scheme": "unix,ucx"}, ConfigError, "--lanes 2: no lanes over unix, ucx, only tcp"),
+        ({"lanes": "2", "scenario": "transport.unix.put"}, ConfigError, "--lanes 2: no lanes over unix,"),
+        ({"batch": "1,33", "sizes": "64KiB,1MiB", "walk": "2MiB"}, ConfigError, "take at most 32, or raise"),
         ({"checksum": "md5"}, ConfigError, "off, xxh3"),
         ({"rate": "fast"}, ConfigError, "fast"),
         ({"with": "memcached"}, ConfigError, "mooncake, ucxx, redis"),

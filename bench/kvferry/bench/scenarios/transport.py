@@ -22,6 +22,7 @@ from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPlug
 from kvferry.core.nearest import did_you_mean
 from kvferry.core.units import parse_nbytes, parse_rate
 from kvferry.transports import registry
+from kvferry.transports.lanes import MAX_LANES
 
 __all__ = ["DEFAULT_PORT", "DEFAULT_SIZES", "SCENARIOS", "SCHEMES", "TransportOptions", "is_installed", "run"]
 
@@ -102,11 +103,13 @@ class TransportOptions:
             )
         rate = str(options.param("rate", "100MB/s"))
         parse_rate(rate)
+        scenarios = _scenarios(options, address)
+        sizes = _sizes(str(options.param("sizes", DEFAULT_SIZES)), walk)
         return cls(
-            scenarios=_scenarios(options, address),
-            sizes=_sizes(str(options.param("sizes", DEFAULT_SIZES)), walk),
-            batches=_numbers(options, "batch", "1,32"),
-            lanes=_numbers(options, "lanes", "1,2"),
+            scenarios=scenarios,
+            sizes=sizes,
+            batches=_batches(options, sizes, walk),
+            lanes=_lanes(options, scenarios),
             checksums=_words(options, "checksum", ",".join(_CHECKSUMS), _CHECKSUMS),
             runs=options.runs,
             warmup=options.warmup,
@@ -176,6 +179,30 @@ def _numbers(options: Options, name: str, default: str) -> tuple[int, ...]:
         found = ()
     if not found or min(found) < 1:
         raise ConfigError(f"--{name} {text!r}: write numbers from 1 on, as in {default}")
+    return found
+
+
+def _lanes(options: Options, scenarios: tuple[str, ...]) -> tuple[int, ...]:
+    found = _numbers(options, "lanes", "1,2")
+    if max(found) > MAX_LANES:
+        raise ConfigError(f"--lanes {max(found)}: a connection has 1 to {MAX_LANES} lanes")
+    asked = max(found) > 1 and bool(str(options.param("lanes", "")))
+    if asked and not any(name.startswith("transport.tcp.") for name in scenarios):
+        schemes = ", ".join(dict.fromkeys(name.split(".")[1] for name in scenarios))
+        raise ConfigError(
+            f"--lanes {max(found)}: no lanes over {schemes}, only tcp has them; leave --lanes out"
+        )
+    return found
+
+
+def _batches(options: Options, sizes: tuple[int, ...], walk_nbytes: int) -> tuple[int, ...]:
+    """Those that a walk holds of the smallest size; of a larger one it takes as many as it holds."""
+    found, most = _numbers(options, "batch", "1,32"), walk_nbytes // min(sizes)
+    if max(found) > most and str(options.param("batch", "")):
+        raise ConfigError(
+            f"--batch {max(found)}: a walk of {walk_nbytes} bytes holds {most} parts of {min(sizes)}; "
+            f"take at most {most}, or raise --walk"
+        )
     return found
 
 
