@@ -42,7 +42,8 @@ from .conftest import LONG_S, Files, ends, received, soon
         ({"key": "missing.key"}, r"key=.*missing\.key cannot be read: No such file"),
         ({"key": "client.key"}, r"client\.key does not belong to the certificate in .*good\.pem"),
         ({"key": "locked.key"}, r"the key in .*locked\.key is encrypted"),
-        ({"key": "empty.pem"}, r"no key in .*empty\.pem in PEM form"),
+        ({"key": "empty.pem"}, r": no key in .*empty\.pem in PEM form$"),
+        ({"cert": "empty", "key": "good.key"}, r": no certificate in .*empty\.pem in PEM form$"),
         ({"client_ca": "missing.pem"}, r"client_ca=.*missing\.pem cannot be read: No such file"),
         ({"client_ca": "empty.pem"}, r"client_ca=.*empty\.pem has no certificate in PEM form"),
         ({"cert": ""}, r"needs its certificate; write tls://host:port\?cert=PATH&key=PATH"),
@@ -92,6 +93,11 @@ def test_key_may_lie_in_the_file_of_its_certificate(files: Files, tmp_path: Path
         with ends(listener, files.dial_url(listener)) as (one, other):
             one.send([b"x"], soon())
             assert received(other, 1) == b"x"
+
+
+def test_a_key_that_was_left_out(files: Files) -> None:
+    with pytest.raises(ConfigError, match=r": no key in .*good\.pem in PEM form; add key=PATH$"):
+        listen(f"tls://127.0.0.1:0?cert={files.folder / 'good.pem'}")
 
 
 def test_options_are_part_of_the_address(files: Files, listener: Listener) -> None:

@@ -209,6 +209,15 @@ def test_dialling_nobody(folder: Path, url: str) -> None:
         connect(url, soon())
 
 
+def test_dialling_what_is_no_socket(folder: Path) -> None:
+    (folder / "file").touch()
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "fifo")
+    for name in ("file", "folder", "fifo"):
+        with pytest.raises(ConnectError, match=f"{name}: that is no socket; check the path"):
+            connect(f"unix://{folder / name}", soon())
+
+
 # -- who may connect -----------------------------------------------------------------------------------
 
 

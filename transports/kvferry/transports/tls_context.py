@@ -175,8 +175,12 @@ class TlsAddress:
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 why = f"the key in {key} does not belong to the certificate in {cert}"
+            elif error.reason:  # it could read both
+                why = f"the certificate in {cert} cannot be used ({error.reason})"
+            elif not _has_certificate(cert):
+                why = f"no certificate in {cert} in PEM form"
             else:
-                why = f"no certificate in {cert} or no key in {key} in PEM form ({error.reason or error})"
+                why = f"no key in {key} in PEM form" + ("" if self.key else "; add key=PATH")
             raise ConfigError(f"{self.address.url}: {why}") from error
 
     def _trust(self, context: ssl.SSLContext, option: str, path: str) -> None:
@@ -195,6 +199,14 @@ class TlsAddress:
         except (OSError, ValueError) as error:
             kind = ConnectError if isinstance(error, OSError) and error.errno in OUT_OF_FILES else ConfigError
             raise kind(f"{self.address.url}: {option}={path} cannot be read: {reason_of(error)}") from error
+
+
+def _has_certificate(path: str) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except (ssl.SSLError, OSError):
+        return False
+    return True
 
 
 def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:

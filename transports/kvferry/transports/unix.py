@@ -15,9 +15,11 @@ import math
 import os
 import select
 import socket
+import stat
 import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar, Final
 
 from kvferry.core.address import Address
@@ -416,7 +418,17 @@ def _dial(sock: socket.socket, parsed: Address, deadline: float) -> None:
             errno.EACCES: "this user may not open it; its owner lets others in with allow_uid or allow_gid",
             errno.EAGAIN: "its queue is full and was not served by the deadline",
         }.get(error.errno or 0, error.strerror or str(error))
+        if error.errno == errno.ECONNREFUSED and _is_something_else(parsed.path):
+            why = "that is no socket; check the path"
         raise ConnectError(f"cannot connect to {parsed.url}: {why}") from error
+
+
+def _is_something_else(path: str) -> bool:
+    """Whether a file, folder or pipe lies at ``path``: the kernel refuses those as it does a dead socket."""
+    try:
+        return not stat.S_ISSOCK(Path(path).stat().st_mode)
+    except OSError:
+        return False
 
 
 def _refuse(sock: socket.socket, reason: str) -> None:
