@@ -38,6 +38,14 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
+def open_paths() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with suppress(OSError):  # that of the listing
+            found.append(str(Path(f"/proc/self/fd/{name}").readlink()))
+    return sorted(found)
+
+
 class Reloaded(RuleBasedStateMachine):
     """See the module; the sums return to what they were whatever happened."""
 
@@ -167,9 +175,15 @@ class Reloaded(RuleBasedStateMachine):
             return
         self.close()
         wait_until(lambda: threading.active_count() <= self.threads)
-        gc.collect()  # tables of generations go with their arenas
-        wait_until(lambda: open_files() <= self.files)
+        try:
+            wait_until(self.no_more_files)
+        except AssertionError as error:
+            raise AssertionError(f"still open: {open_paths()}, at first {self.files}") from error
         shutil.rmtree(self.folder)
+
+    def no_more_files(self) -> bool:
+        gc.collect()  # tables of generations go with their arenas, which an error of a thread may hold a while
+        return open_files() <= self.files
 
     def close(self) -> None:
         while self.held:
@@ -192,6 +206,7 @@ def test_sums_return_while_tenants_come_and_go() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_sums_return_over_many_reloads() -> None:
     run_state_machine_as_test(
         Reloaded, settings=settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -375,12 +375,12 @@ def _work(store: BlockStore, rng: random.Random, stop: float) -> None:
                     assert lease.view(index) == block_bytes(key, namespace.spec.block_nbytes)
         elif verb < 8:
             try:
-                save_blocks(namespace, keys, seconds=0.2)
+                save_blocks(namespace, keys, seconds=2)
             except CapacityError:
                 continue
         elif verb < 9:
             try:
-                reserve(namespace, keys, seconds=0.2).abort()
+                reserve(namespace, keys, seconds=2).abort()
             except CapacityError:
                 continue
         else:
