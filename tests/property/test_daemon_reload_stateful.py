@@ -182,7 +182,7 @@ class Reloaded(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def no_more_files(self) -> bool:
-        gc.collect()  # tables of generations go with their arenas, which an error of a thread may hold a while
+        gc.collect()  # tables of generations go with their arenas, which a thread's error may hold a while
         return open_files() <= self.files
 
     def close(self) -> None:
