@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[3]
 LIBRARY = "kvferry/codecs/native/libkvferry_native.so"
 BUILD = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1])"
 USE = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
 from kvferry.codecs import CodecPipeline, decode_frame
 from kvferry.codecs.native import native
 from kvferry.testing.codecs import fill_of, kv_layer
@@ -96,7 +98,7 @@ def test_without_a_compiler_it_works_and_says_what_is_missing(
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_NATIVE")}
     used = subprocess.run(
         [sys.executable, "-c", USE],
-        env={**env, "PYTHONPATH": str(tmp_path)},
+        env={**env, "PYTHONPATH": str(tmp_path)},  # before the working tree's, whose own finder is taken away
         cwd=tmp_path,
         capture_output=True,
         text=True,

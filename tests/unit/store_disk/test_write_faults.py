@@ -53,6 +53,7 @@ def test_writes_of_a_read_only_directory_stop_and_reads_go_on(
     wait_until(lambda: tier.usage().used_nbytes == disk_usage(folder))
     assert write_outcomes(write(tier, namespace, chain(namespace, 2, 1))) == [STORED]
     assert not (folder / ".probe").exists()
+    wait_until(lambda: bool(lines(caplog, "works again")))  # told after it is so
     assert len(lines(caplog, "going on without it")) == len(lines(caplog, "works again")) == 1
 
 

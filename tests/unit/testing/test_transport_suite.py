@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import re
 import threading
@@ -86,6 +87,10 @@ class BrokenConnection(Connection):
         return parts
 
     def _deadline(self, call: str, deadline: float) -> float:
+        if self._fault == "nan_is_soon" and math.isnan(deadline):
+            return time.monotonic() + 1
+        if self._fault == "far_overflows" and deadline > 1e12:
+            raise OverflowError("timestamp out of range")
         if self._fault == "past_deadlines" and deadline < time.monotonic():
             return time.monotonic() + 1
         if self._fault == f"{call}_early":
@@ -273,6 +278,8 @@ CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("deadline_of_send", "send_early", {}),
     ("deadline_of_accept", "accept_early", {}),
     ("past_deadline_fails_before_anything_is_moved", "past_deadlines", {}),
+    ("deadline_of_nan_is_refused", "nan_is_soon", {}),
+    ("deadline_as_far_as_can_be", "far_overflows", {"deadline": float("inf"), "pool": POOL}),
     ("wait_readable", "always_readable", {"pool": POOL}),
     ("wait_readable", "never_readable", {"pool": POOL}),
     ("close_does_not_wait_for_a_peer_that_does_not_read", "close_waits", {}),
