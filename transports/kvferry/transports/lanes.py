@@ -51,7 +51,6 @@ _VERSION: Final = 2  # of how messages are dealt; the first one had the size of 
 _PREAMBLE: Final = struct.Struct("<8s16sHHI")  # magic, id, lane, lanes, version
 _PREAMBLE_S: Final = 5.0
 _MAX_WAITING: Final = 256
-_LOOPBACK_SNDBUF_NBYTES: Final = 512 << 10  # the kernel allows twice as much
 _LOOK_S: Final = 0.5
 _LOST_S: Final = 1.0
 _SENT, _RECEIVED = 0, 1
@@ -89,8 +88,6 @@ class LaneConnection(StreamConnection):
         super().__init__(local_address=lanes[0].local_address, peer_address=lanes[0].peer_address, rate=rate)
         self._name += f" of {len(lanes)} lanes"
         self._lanes: Final = tuple(lanes)
-        for lane in lanes:
-            lane.limit_unsent_on_loopback(_LOOPBACK_SNDBUF_NBYTES)
         self._closing = threading.Event()
         self.positions: Final = array("Q", (0, 0))
         """Bytes of the message that were sent, and received: who moves them otherwise counts them here."""

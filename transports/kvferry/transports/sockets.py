@@ -17,7 +17,6 @@ import sys
 import termios
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from typing_extensions import Buffer
@@ -380,17 +379,6 @@ class SocketConnection(StreamConnection):
                 self._shutdown(socket.SHUT_RD)
         finally:
             self._guard.leave()
-
-    def limit_unsent_on_loopback(self, nbytes: int) -> None:
-        """Bound the send buffer if the peer is on this machine, where only memory is between the two.
-
-        There the kernel lets a sender run megabytes ahead, and several sockets together let the bytes leave
-        the caches before they are received. Between machines its own tuning knows better.
-        """
-        sock = self._guard.sock
-        with suppress(OSError):  # it has ended already, which the next call reports
-            if sock.getsockname()[0] == sock.getpeername()[0]:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
     def fileno(self) -> int:
         """The descriptor, for ``poll``; negative once it is closed."""
