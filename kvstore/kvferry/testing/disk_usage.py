@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["disk_usage", "files_below", "stored_files"]
+from kvferry.core.keys import BlockKey
+from kvferry.store.tier import TierNamespace
+
+__all__ = ["disk_usage", "files_below", "path_of", "stored_files"]
 
 
 def disk_usage(folder: Path) -> int:
@@ -29,3 +32,9 @@ def files_below(folder: Path, suffix: str) -> list[Path]:
     """All files of that suffix below ``folder``, sorted; unlike with ``rglob``, folders may go meanwhile."""
     paths = (Path(where, name) for where, _, files in os.walk(folder) for name in files)
     return sorted(p for p in paths if p.suffix == suffix)
+
+
+def path_of(folder: Path, namespace: TierNamespace, key: BlockKey) -> Path:
+    """Where the file of a block is, in the folder of a tier."""
+    shard = folder / namespace.tenant / namespace.namespace_id.hex() / key.hex()[:2]
+    return shard / f"{key.hex()}.safetensors"

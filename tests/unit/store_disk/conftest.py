@@ -14,6 +14,14 @@ from kvferry.testing.faulty_files import FaultyFiles
 MakeTier = Callable[..., DiskTier]
 
 
+LOGGER = "kvferry.store.disk.tier"
+
+
+def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    """What the tier has logged with that word in it."""
+    return [r.getMessage() for r in caplog.records if r.name == LOGGER and word in r.getMessage()]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "disk"

@@ -17,8 +17,9 @@ from kvferry.testing.disk_usage import disk_usage
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.tiers_common import SPEC, STORED, chain, opened, write, write_outcomes
 
+from .conftest import LOGGER, lines
+
 MakeTier = Callable[..., DiskTier]
-LOGGER = "kvferry.store.disk.tier"
 
 
 class Device(FaultyFiles):
@@ -48,10 +49,6 @@ def one(tier: DiskTier, namespace: TierNamespace, number: int) -> WriteOutcome:
 
 def held(tier: DiskTier, namespace: TierNamespace, keys: list[BlockKey]) -> int:
     return sum(tier.contains(namespace, keys, deadline=0))
-
-
-def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == LOGGER and word in r.getMessage()]
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.keys import BlockKey
 from kvferry.store.disk import DiskTier
-from kvferry.store.tier import TierNamespace, WriteOutcome
+from kvferry.store.tier import WriteOutcome
 from kvferry.testing.blocks import wait_until
-from kvferry.testing.disk_usage import disk_usage, files_below
+from kvferry.testing.disk_usage import disk_usage, files_below, path_of
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.tiers_common import (
     HIT,
@@ -30,11 +29,6 @@ from kvferry.testing.tiers_common import (
 )
 
 MakeTier = Callable[..., DiskTier]
-
-
-def path_of(folder: Path, namespace: TierNamespace, key: BlockKey) -> Path:
-    shard = folder / namespace.tenant / namespace.namespace_id.hex() / key.hex()[:2]
-    return shard / f"{key.hex()}.safetensors"
 
 
 @pytest.mark.parametrize("verify", [True, False])

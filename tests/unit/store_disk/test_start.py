@@ -12,12 +12,11 @@ import pytest
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import TierError
-from kvferry.core.keys import BlockKey
 from kvferry.core.spec import KeyScope
 from kvferry.store.disk import DiskTier
 from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvferry.testing.blocks import small_spec, wait_until
-from kvferry.testing.disk_usage import disk_usage, stored_files
+from kvferry.testing.disk_usage import disk_usage, path_of, stored_files
 from kvferry.testing.tiers_common import (
     HIT,
     MISS,
@@ -31,17 +30,9 @@ from kvferry.testing.tiers_common import (
     write_outcomes,
 )
 
+from .conftest import LOGGER, lines
+
 MakeTier = Callable[..., DiskTier]
-LOGGER = "kvferry.store.disk.tier"
-
-
-def path_of(folder: Path, namespace: TierNamespace, key: BlockKey) -> Path:
-    shard = folder / namespace.tenant / namespace.namespace_id.hex() / key.hex()[:2]
-    return shard / f"{key.hex()}.safetensors"
-
-
-def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == LOGGER and word in r.getMessage()]
 
 
 def test_a_directory_belongs_to_one_store(make_tier: MakeTier) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.keys import BlockKey
 from kvferry.store.disk import DiskTier
-from kvferry.store.tier import ReadOutcome, TierNamespace, WriteOutcome
+from kvferry.store.tier import ReadOutcome, WriteOutcome
 from kvferry.testing.blocks import small_spec, wait_until
-from kvferry.testing.disk_usage import disk_usage, files_below, stored_files
+from kvferry.testing.disk_usage import disk_usage, files_below, path_of, stored_files
 from kvferry.testing.faulty_files import Call, FaultyFiles
 from kvferry.testing.tiers_common import (
     HIT,
@@ -30,17 +29,9 @@ from kvferry.testing.tiers_common import (
     write_outcomes,
 )
 
+from .conftest import LOGGER, lines
+
 MakeTier = Callable[..., DiskTier]
-LOGGER = "kvferry.store.disk.tier"
-
-
-def path_of(folder: Path, namespace: TierNamespace, key: BlockKey) -> Path:
-    shard = folder / namespace.tenant / namespace.namespace_id.hex() / key.hex()[:2]
-    return shard / f"{key.hex()}.safetensors"
-
-
-def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == LOGGER and word in r.getMessage()]
 
 
 # -- room ----------------------------------------------------------------------------------------------

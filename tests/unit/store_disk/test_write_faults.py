@@ -18,13 +18,10 @@ from kvferry.testing.disk_usage import disk_usage
 from kvferry.testing.faulty_files import FaultyFiles
 from kvferry.testing.tiers_common import SPEC, STORED, chain, opened, outcomes, read, write, write_outcomes
 
+from .conftest import LOGGER, lines
+
 MakeTier = Callable[..., DiskTier]
-LOGGER = "kvferry.store.disk.tier"
 FAILED = WriteOutcome.FAILED
-
-
-def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == LOGGER and word in r.getMessage()]
 
 
 def test_writes_of_a_read_only_directory_stop_and_reads_go_on(
