@@ -23,8 +23,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.core.address import Address, parse_url
 from kvferry.core.arrivals import Arrivals
+from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError
 from kvferry.core.log import LogLimiter
+from kvferry.core.names import resolve
 from kvferry.core.open_files import lack_of_files
 from kvferry.core.process import require_loopback
 
@@ -36,6 +38,7 @@ __all__ = ["HttpServer", "PortLimits", "client_is_gone"]
 log = logging.getLogger(__name__)
 
 _BACKLOG = 256
+_LOOKUP_S = 10.0  # for the name of a host to listen on
 _GONE = "kvferry.gone"
 
 
@@ -350,11 +353,9 @@ def _bind(address: Address, option: str) -> socket.socket:
     if address.scheme != "http" or address.port is None:
         raise ConfigError(f"{address.url} ({option}) must be http://host:port")
     try:
-        family, kind, number, _, where = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, number)
-    except OSError as error:
+        family, where = resolve(address.host, address.port, deadline_in(_LOOKUP_S), passive=True)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {address.url}: {error}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

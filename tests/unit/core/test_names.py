@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvferry.core import names
+from kvferry.core import http_port, names
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectError
+from kvferry.core.errors import ConfigError, ConnectError, TierError, TransportError
+from kvferry.core.http_port import HttpServer
 from kvferry.core.names import MOST_LOOKUPS, connect_by, resolve
-from kvferry.transports import connect
+from kvferry.store.remote.mooncake.client import StoreClient
+from kvferry.store.remote.mooncake.options import MooncakeOptions
+from kvferry.transports import connect, diagnosis
+from kvferry.transports.mooncake import engine
 
 LONG_S = 30.0
 SHORT_S = 0.05
@@ -57,6 +61,42 @@ def test_connect_keeps_its_deadline_where_a_name_server_does_not(hanging: Hangin
             connect("ucx://127.0.0.1:1", deadline_in(LONG_S))  # loads it, which may take longer than SHORT_S
     with pytest.raises(ConnectError, match=r"by the deadline; check /etc/resolv.conf|the deadline passed"):
         connect(f"{scheme}://decode-1.cluster.internal:9", deadline_in(SHORT_S))
+
+
+@pytest.mark.parametrize("scheme", ["http", "tcp"])
+def test_doctor_keeps_it_too(hanging: Hanging, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "LISTEN_S", SHORT_S)
+    _, _, probe = diagnosis.address_probe("x.listen", f"{scheme}://own-name.internal:9", listens=True)
+    (found,) = probe()
+    assert found.level == "fail"
+    assert "'own-name.internal' could not be looked up: no name server answered" in found.value
+
+
+def test_listening_for_http_keeps_it_too(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_port, "_LOOKUP_S", SHORT_S)
+    with pytest.raises(ConfigError, match=r"own-name\.internal:9: no name server answered"):
+        HttpServer(
+            "http://own-name.internal:9", "--x", name="test-http", default_port=0, trusted_network=True
+        )
+
+
+def test_mooncake_keeps_it_too(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither library is started: nobody knows then whom to let in."""
+    monkeypatch.setattr(engine, "_LOOKUP_S", SHORT_S)
+    with pytest.raises(TransportError, match=r"'own-name\.internal' could not be looked up: .*numeric"):
+        engine.engine_of(engine.EngineSettings("own-name.internal", "tcp"))
+    with socket.create_server(("127.0.0.1", 0)) as master:
+
+        def answer() -> None:
+            master.accept()[0].close()
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        place = f"127.0.0.1:{master.getsockname()[1]}"
+        client = StoreClient(MooncakeOptions(master=place, host="own-name.internal"))
+        with pytest.raises(TierError, match=r"'own-name\.internal' of the tier could not .*numeric"):
+            client.library(deadline_in(10 * SHORT_S))
+        answering.join(LONG_S)
 
 
 def test_who_asks_for_the_same_name_waits_for_the_same_answer(hanging: Hanging) -> None:

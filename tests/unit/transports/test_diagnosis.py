@@ -90,6 +90,8 @@ def test_a_taken_port_is_a_warning_that_names_the_option() -> None:
         ("unix:///no/such/folder/s", "no such folder"),
         ("auto://127.0.0.1:0?fallbak=tcp", "fallbak"),
         ("auto://127.0.0.1:0?require=rdma", "asked for rdma, found unix, tcp"),
+        ("tcp://no-such-host.invalid:0", "'no-such-host.invalid' is not known"),
+        ("http://no-such-host.invalid:9", "'no-such-host.invalid' is not known"),
     ],
 )
 def test_an_address_that_cannot_be_had_is_a_failure(url: str, reason: str) -> None:
@@ -103,7 +105,7 @@ def test_rdma_with_a_fallback_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
     """C119: with fallback=tcp it runs."""
     url = "auto://127.0.0.1:0?require=rdma&fallback=tcp"
     assert _address(url).level == "warn"
-    monkeypatch.setattr(choosing, "ucx_problem", lambda _require: "")
+    monkeypatch.setattr(choosing, "ucx_problem", lambda *_: "")
     assert _address(url).level == "ok"
 
 
@@ -135,3 +137,9 @@ def test_a_ucx_that_ends_its_process_is_a_finding(
     (found,) = _found("ucx")
     assert (found.level, says in found.value) == ("warn", True), found
     assert found.remedy
+    for url in ("auto://127.0.0.1:0?require=ucx", "ucx://127.0.0.1:0"):
+        found = _address(url)
+        assert (found.level, says in found.value) == ("fail", True), found
+    monkeypatch.setattr(rdma, "_DEVICES", tmp_path)
+    (found,) = _found("auto")
+    assert says in found.value

@@ -256,7 +256,7 @@ def test_address_this_machine_does_not_have() -> None:
 
 def test_zone_of_a_link_local_address() -> None:
     index = socket.if_nametoindex("lo")
-    [(family, sockaddr)] = ip._resolve(parse_url("tcp://[fe80::1%lo]:9"), deadline_in(20))
+    [(family, sockaddr)] = ip.addresses_of(parse_url("tcp://[fe80::1%lo]:9"), deadline_in(20))
     assert family == socket.AF_INET6
     assert sockaddr[3] == index
     assert ip.url_of("tcp", ("fe80::1", 9, 0, index)) == "tcp://[fe80::1%25lo]:9"

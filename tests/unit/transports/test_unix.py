@@ -209,6 +209,19 @@ def test_dialling_nobody(folder: Path, url: str) -> None:
         connect(url, soon())
 
 
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_SEQPACKET])
+def test_a_socket_of_another_kind_is_named_and_left_alone(folder: Path, url: str, kind: int) -> None:
+    with socket.socket(socket.AF_UNIX, kind) as other:
+        other.bind(str(folder / "s"))
+        if kind == socket.SOCK_SEQPACKET:
+            other.listen()
+        with pytest.raises(ConnectError, match=r"that is a socket of another kind, .*; check the path"):
+            connect(url, soon())
+        with pytest.raises(ConnectError, match=r"a socket of another kind is there, .*; choose another path"):
+            listen(url)
+        assert (folder / "s").exists()
+
+
 def test_dialling_what_is_no_socket(folder: Path) -> None:
     (folder / "file").touch()
     (folder / "folder").mkdir()

@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvferry.core.address import Address, parse_url
+from kvferry.core.clock import deadline_in
 from kvferry.core.diagnosis import Finding, Probe
 from kvferry.core.errors import ConfigError, ConnectError, KVFerryError, PluginUnavailableError
 from kvferry.core.install_hint import install_hint
 from kvferry.core.units import format_nbytes
 from kvferry.transports import get_transport
-from kvferry.transports.ip import reason_of
+from kvferry.transports.ip import LISTEN_S, addresses_of, reason_of
+
+if TYPE_CHECKING:
+    from kvferry.transports.ucx import UcxReport
 
 __all__ = ["address_probe", "transport_probes"]
 
@@ -89,12 +93,10 @@ def _unix() -> Iterator[Finding]:
 
 
 def _ucx() -> Iterator[Finding]:
-    from kvferry.transports.ucx.report import look_from_outside
-
     why = "RDMA between machines, through UCXX"
     package = _version("ucxx-cu12", "ucxx-cu13", "ucxx")
     try:
-        report = look_from_outside(_LOOK_S)
+        report = _look_at_ucx()
     except PluginUnavailableError as error:
         yield Finding("transports", "ucx", str(error), "ok", f"{why}; optional", install_hint("ucx"))
         return
@@ -117,11 +119,18 @@ def _ucx() -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def _look_at_ucx(address: str = "") -> UcxReport:
+    """Never in this process, which UCX may end."""
+    from kvferry.transports.ucx.report import look_from_outside
+
+    return look_from_outside(_LOOK_S, address)
+
+
 def _auto() -> Iterator[Finding]:
     from kvferry.transports.auto.choosing import ucx_problem
     from kvferry.transports.auto.place import host_identity
 
-    problem = ucx_problem("")
+    problem = ucx_problem("", _look_at_ucx)
     near = "unix on this host" if host_identity() else "tcp on this host"
     far = f"tcp to others ({problem})" if problem else "ucx to others with RDMA, else tcp"
     yield Finding("transports", "auto", f"{near}, {far}", why="what auto://host:port takes")
@@ -235,6 +244,10 @@ def _address(option: str, url: str, *, listens: bool) -> Finding:
         return Finding("addresses", option, f"{url}: dialled when it is needed", why=why)
     try:
         _try_bind(parsed)
+    except ConnectError as error:
+        return Finding(
+            "addresses", option, str(error), "fail", why, f"do what it says, or choose another with {option}"
+        )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return Finding(
@@ -250,10 +263,7 @@ def _check_transport(parsed: Address, *, listens: bool) -> str:
     """Raise what keeps the address from being used; else what is worth a word."""
     get_transport(parsed.scheme)
     if parsed.scheme == "ucx":
-        from kvferry.transports.ucx.context import get_context
-        from kvferry.transports.ucx.settings import parse_address
-
-        get_context(parse_address(parsed.url)[1])
+        _look_at_ucx(parsed.url)
     if parsed.scheme == "tls":
         from kvferry.transports.tls_context import TlsAddress
 
@@ -271,7 +281,7 @@ def _check_auto(parsed: Address) -> str:
     from kvferry.transports.auto.options import parse_auto
 
     options = parse_auto(parsed.url)[1]
-    problem = ucx_problem(options.require) if options.wish == "ucx" else ""
+    problem = ucx_problem(options.require, _look_at_ucx) if options.wish == "ucx" else ""
     if not problem:
         return ""
     if options.fallback:
@@ -284,6 +294,7 @@ def _try_bind(parsed: Address) -> None:
 
     Raises:
         OSError: What keeps it from that.
+        ConnectError: If its host is not known.
     """
     if parsed.scheme == "unix":
         folder = Path(parsed.path).parent
@@ -294,9 +305,7 @@ def _try_bind(parsed: Address) -> None:
         return
     if parsed.port is None:
         return
-    family, *_, sockaddr = socket.getaddrinfo(
-        parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    family, sockaddr = addresses_of(parsed, deadline_in(LISTEN_S), passive=True)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(sockaddr)

@@ -14,7 +14,9 @@ from kvferry.core.names import SockAddr, resolve
 from kvferry.core.open_files import OUT_OF_FILES
 
 __all__ = [
+    "LISTEN_S",
     "SockAddr",
+    "addresses_of",
     "avoid_bbr_on_loopback",
     "bind",
     "dial",
@@ -26,7 +28,7 @@ __all__ = [
 
 _AddrInfo: TypeAlias = "tuple[socket.AddressFamily, SockAddr]"
 _BACKLOG: Final = 1024
-_LISTEN_S: Final = 10.0  # for the look-up of a name to listen on
+LISTEN_S: Final = 10.0  # for the look-up of a name to listen on
 # Documentation addresses: connecting a datagram socket sends nothing, it only asks the routing table.
 _ROUTED: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _LOOPBACK: Final = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
@@ -44,7 +46,7 @@ def dial(parsed: Address, deadline: float) -> socket.socket:
     if parsed.port == 0:
         raise ConfigError(f"address {parsed.url!r}: port 0 cannot be dialled, only listened on")
     reasons: list[str] = []
-    for family, sockaddr in _resolve(parsed, deadline):
+    for family, sockaddr in addresses_of(parsed, deadline):
         if is_past(deadline):
             reasons.append("the deadline passed")
             break
@@ -66,7 +68,7 @@ def bind(parsed: Address) -> socket.socket:
         ConnectError: If none can; with the reason and the remedy.
     """
     failure: OSError | None = None
-    for family, sockaddr in _resolve(parsed, deadline_in(_LISTEN_S), passive=True):
+    for family, sockaddr in addresses_of(parsed, deadline_in(LISTEN_S), passive=True):
         try:
             return _bind_one(family, sockaddr)
         except OSError as error:
@@ -135,7 +137,12 @@ def reason_of(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _resolve(parsed: Address, deadline: float, *, passive: bool = False) -> list[_AddrInfo]:
+def addresses_of(parsed: Address, deadline: float, *, passive: bool = False) -> list[_AddrInfo]:
+    """The addresses of the host, in the order in which they are to be tried.
+
+    Raises:
+        ConnectError: If it is not known, or could not be looked up by the deadline.
+    """
     try:
         return resolve(parsed.host, parsed.port or 0, deadline, passive=passive)
     except TimeoutError as error:

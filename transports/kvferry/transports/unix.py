@@ -417,6 +417,7 @@ def _dial(sock: socket.socket, parsed: Address, deadline: float) -> None:
             errno.ECONNREFUSED: "nobody listens there; check that it is running",
             errno.EACCES: "this user may not open it; its owner lets others in with allow_uid or allow_gid",
             errno.EAGAIN: "its queue is full and was not served by the deadline",
+            errno.EPROTOTYPE: "that is a socket of another kind, such as datagrams; check the path",
         }.get(error.errno or 0, error.strerror or str(error))
         if error.errno == errno.ECONNREFUSED and _is_something_else(parsed.path):
             why = "that is no socket; check the path"

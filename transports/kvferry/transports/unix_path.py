@@ -120,6 +120,13 @@ def _clear(path: str) -> None:
             raise ConnectError(
                 f"cannot listen on unix://{path}: the socket there is not ours; choose another path"
             ) from error
+        except OSError as error:
+            if error.errno != errno.EPROTOTYPE:
+                raise
+            raise ConnectError(
+                f"cannot listen on unix://{path}: a socket of another kind is there, such as datagrams; "
+                "choose another path"
+            ) from error
         else:
             owner = "process {} of uid {}".format(*peer_credentials(probe))
     raise ConnectError(

@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvferry.core.errors import KVFerryError
 from kvferry.transports.auto.offers import Offer, Offers, shown
 from kvferry.transports.auto.options import SCHEMES, AutoOptions
 from kvferry.transports.choices import Rejected
+
+if TYPE_CHECKING:
+    from kvferry.transports.ucx import UcxReport
 
 __all__ = ["Ranking", "rank", "remedy_for_wish", "ucx_problem"]
 
@@ -31,11 +34,12 @@ class Ranking:
     rejected: tuple[Rejected, ...]
 
 
-def ucx_problem(require: str) -> str:
+def ucx_problem(require: str, look: Callable[[], UcxReport] | None = None) -> str:
     """Why this process cannot use ``ucx`` here; empty if it can.
 
     Args:
         require: As in the address. ``ucx`` is taken without RDMA only if it is asked for by this name.
+        look: Looks at UCX; :func:`effective_settings` of this process if it is left out.
     """
     from kvferry.transports.ucx import effective_settings, rdma_remedy
     from kvferry.transports.ucx.rdma import rdma_devices
@@ -43,7 +47,7 @@ def ucx_problem(require: str) -> str:
     if require != "ucx" and not rdma_devices():
         return "there is no RDMA: " + rdma_remedy("all", "all", "")
     try:
-        report = effective_settings()
+        report = (look or effective_settings)()
     except KVFerryError as error:  # not installed, its options contradict each other, no descriptors
         return str(error)
     return report.rdma_remedy if require != "ucx" else ""

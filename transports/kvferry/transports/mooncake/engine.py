@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol, TypeAlias, cast
 
+from kvferry.core.clock import deadline_in
 from kvferry.core.errors import PluginUnavailableError, TransportError
+from kvferry.core.names import resolve
 from kvferry.core.trusted_peers import TrustedPeers
 from kvferry.transports.mooncake.admission import Network, admit_only, listening
 from kvferry.transports.mooncake.aliases import AliasArea
@@ -27,6 +29,7 @@ DONE: Final = 1
 FAILED: Final = -1
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 _EVERYBODY: Final = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
+_LOOKUP_S: Final = 10.0
 _LOGGING: Final = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
 
 
@@ -80,6 +83,7 @@ class Engine:
         self._area = AliasArea()
         self._admitted: dict[Network, None] = {}  # in order
         self._admits_all = False
+        self._own = _networks_of(settings.host)
         before = listening()
         wire, devices = settings.wire, ",".join(settings.devices)
         if wire == "rdma" and not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
@@ -113,7 +117,7 @@ class Engine:
                 why = (
                     f"trusted_peers has host names ({', '.join(sorted(names))}), write addresses or networks"
                 )
-            self._admitted.update(dict.fromkeys((*_networks_of(self.settings.host), *peers.networks)))
+            self._admitted.update(dict.fromkeys((*self._own, *peers.networks)))
             networks = _EVERYBODY if self._admits_all else tuple(self._admitted)
             try:
                 admit_only(networks, self._ports)
@@ -221,9 +225,18 @@ class Engine:
 
 
 def _networks_of(host: str) -> list[Network]:
-    """The addresses of a host."""
-    found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    return [ipaddress.ip_network(sockaddr[0]) for *_, sockaddr in found]
+    """The addresses of a host, IPv4 as the library has it.
+
+    Raises:
+        TransportError: If it is not known, or could not be looked up in time.
+    """
+    try:
+        found = resolve(host, 0, deadline_in(_LOOKUP_S))
+    except (OSError, UnicodeError) as error:
+        raise TransportError(
+            f"mooncake: host {host!r} could not be looked up: {error}; write its numeric address"
+        ) from error
+    return [ipaddress.ip_network(where[0]) for family, where in found if family == socket.AF_INET]
 
 
 _engines: dict[EngineSettings, Engine] = {}

@@ -10,7 +10,8 @@ from typing import Final
 import msgspec
 
 from kvferry.core.errors import ConnectError, KVFerryError, error_from_code
-from kvferry.transports.ucx.context import UcxReport, effective_settings
+from kvferry.transports.ucx.context import UcxReport, effective_settings, get_context
+from kvferry.transports.ucx.settings import parse_address
 
 __all__ = ["look_from_outside"]
 
@@ -25,14 +26,19 @@ class _Answer(msgspec.Struct):
     message: str = ""
 
 
-def look_from_outside(timeout_s: float) -> UcxReport:
+def look_from_outside(timeout_s: float, address: str = "") -> UcxReport:
     """As :func:`effective_settings`, by a child process that has ``timeout_s``.
+
+    Args:
+        timeout_s: For all of it.
+        address: With its options, and what it requires is there.
 
     Raises:
         ConnectError: If UCX ended it, or it did not answer; with what it said.
-        KVFerryError: What :func:`effective_settings` raised there.
+        KVFerryError: What :func:`effective_settings` raised there, or what the address requires and UCX
+            has not.
     """
-    command = [sys.executable, "-m", "kvferry.transports.ucx.report"]
+    command = [sys.executable, "-m", "kvferry.transports.ucx.report", address]
     try:
         ran = subprocess.run(command, check=False, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
@@ -54,7 +60,10 @@ def look_from_outside(timeout_s: float) -> UcxReport:
 
 def _main() -> None:
     try:
-        answer = _Answer(effective_settings())
+        address = sys.argv[1]
+        if address:
+            get_context(parse_address(address)[1])
+        answer = _Answer(effective_settings(address))
     except KVFerryError as error:
         answer = _Answer(code=error.code, message=str(error))
     sys.stdout.buffer.write(msgspec.json.encode(answer))

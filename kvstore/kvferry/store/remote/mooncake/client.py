@@ -7,14 +7,13 @@ import ipaddress
 import logging
 import math
 import os
-import socket
 import threading
 from collections.abc import Collection
 from typing import Final, cast
 
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import PluginUnavailableError, TierError
-from kvferry.core.names import connect_by
+from kvferry.core.names import connect_by, resolve
 from kvferry.store.remote.mooncake.library import Library
 from kvferry.store.remote.mooncake.memory import Registered
 from kvferry.store.remote.mooncake.options import MooncakeOptions
@@ -94,6 +93,7 @@ class StoreClient:
         }
         if options.wire == "tcp":
             own["MC_FORCE_TCP"] = "1"
+        addresses = _addresses_of(options.host, deadline)
         before = listening()
         with environment({k: v for k, v in (_LOGGING | own).items() if k not in os.environ}):
             library = _made()
@@ -106,16 +106,14 @@ class StoreClient:
                 f"Mooncake's client does not start for master {place} over {options.wire} ({code}); "
                 "MC_LOG_LEVEL=INFO GLOG_minloglevel=0 says more on standard error"
             )
-        self._admit(before)
+        self._admit(before, addresses)
         return library
 
-    def _admit(self, before: Collection[int]) -> None:
+    def _admit(self, before: Collection[int], addresses: Collection[str]) -> None:
         """Let nobody but trusted peers and this host reach the library's ports: they know no credentials."""
         ports = [port for inode, port in listening().items() if inode not in before]
-        host = self._options.host
         try:
-            own = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-            networks = [ipaddress.ip_network(address) for address in {"127.0.0.1", *map(str, own)}]
+            networks = [ipaddress.ip_network(address) for address in {"127.0.0.1", *addresses}]
             admit_only([*networks, *self._options.peers().networks], ports)
         except (OSError, ValueError) as error:
             _log.warning(
@@ -179,6 +177,20 @@ def _made() -> Library:
     except PluginUnavailableError as error:
         raise TierError(str(error)) from error
     return cast("Library", module.MooncakeDistributedStore())
+
+
+def _addresses_of(host: str, deadline: float) -> set[str]:
+    """Those of this machine's own name.
+
+    Raises:
+        TierError: If it is not known, or could not be looked up by the deadline.
+    """
+    try:
+        return {str(where[0]) for _, where in resolve(host, 0, deadline)}
+    except (OSError, UnicodeError) as error:
+        raise TierError(
+            f"host {host!r} of the tier could not be looked up: {error}; write its numeric address"
+        ) from error
 
 
 def _probe(options: MooncakeOptions, deadline: float) -> None:
