@@ -304,19 +304,13 @@ def codec(
     model: Annotated[str, typer.Option(metavar="tiny|smollm2|DIR", help="Whose KV to encode.")] = "smollm2",
     text: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            metavar="FILE", help="A text of yours; repeat it. [default: texts that every machine has]"
-        ),
+        typer.Option(metavar="FILE", help="A text of yours; repeat it. [default: texts of every machine]"),
     ] = None,
     texts: Annotated[
         Number, typer.Option(min=1, max=6, help="How many of those, without --text. [default: 3]")
     ] = None,
     codecs: Annotated[
-        Text,
-        typer.Option(
-            metavar="TEXT;…",
-            help="Pipelines. [default: ebp;ebp(bits=4);split;int8;int4;fp8]",
-        ),
+        Text, typer.Option(metavar="TEXT;…", help="Pipelines. [default: ebp;ebp(bits=4);split;int8;int4;fp8]")
     ] = None,
     tokens: Annotated[Number, typer.Option(min=1, help="Tokens of each text. [default: 2048]")] = None,
     slice_tokens: Annotated[

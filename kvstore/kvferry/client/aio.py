@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -106,7 +106,8 @@ class AsyncView:
             if not asked.done() and future.cancel():  # its turn has not come
                 if isinstance(self._target, ClientWriteLease) and name != "renew":
                     self._threads.ends.submit(self._target.abort)  # as after any commit without an answer
-                return self._wrap(unbegun(self._threads.client, self._target, name, args))
+                arguments = _by_name(verb, args, kwargs)
+                return self._wrap(unbegun(self._threads.client, self._target, name, arguments))
             return self._wrap(await asked)
         except asyncio.CancelledError:
             asked.cancel()  # else its error would be one that nobody took
@@ -118,7 +119,7 @@ class AsyncView:
         """When a call is to be over."""
         given = kwargs.get("deadline")
         if given is None and args and isinstance(self._target, ClientWriteLease):
-            given = inspect.signature(verb).bind(*args, **kwargs).arguments.get("deadline")
+            given = _by_name(verb, args, kwargs).get("deadline")
         if given is None:
             return deadline_in(self._threads.client.link.options.call_timeout_s)
         return max(checked_deadline(given), deadline_in(GRACE_S))
@@ -181,6 +182,11 @@ class AsyncJob(AsyncView):
                     await asyncio.wait_for(told.wait(), None if left == float("inf") else left)
                 told.clear()
         return True
+
+
+def _by_name(verb: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    return inspect.signature(verb).bind(*args, **kwargs).arguments
 
 
 def _bare(given: Any) -> Any:  # noqa: ANN401

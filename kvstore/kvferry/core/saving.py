@@ -61,14 +61,7 @@ def save(
         raise
     with store._lock:
         if not (store._closed or namespace.session.ended):
-            store._pool.writes.charge(namespace.session.session_id, -charged)
-            stored = store._pool.publish_new(
-                namespace.namespace_id, namespace.slot_nbytes, missing, slots,
-                takes_lossy=namespace.takes_lossy,
-            )  # fmt: skip
-            store._cond.notify_all()
-            store._stored(stored, deadline)
-            return len(stored)
+            return _publish(store, namespace, missing, slots, charged, deadline)
     _give_back(store, namespace, slots, charged)
     raise LeaseExpiredError(
         f"session {namespace.session.name} ended, or the store closed, during a save; nothing of it is kept"
@@ -86,6 +79,24 @@ def _charge(store: MemoryStore, namespace: MemoryNamespace, slots: int) -> int:
     nbytes = slots * namespace.slot_nbytes
     store._pool.writes.charge(namespace.session.session_id, nbytes)
     return nbytes
+
+
+def _publish(
+    store: MemoryStore,
+    namespace: MemoryNamespace,
+    missing: Mapping[BlockKey, BlockKey | None],
+    slots: Sequence[Slot],
+    charged: int,
+    deadline: float,
+) -> int:
+    """Make the filled slots blocks that others see, under the lock; how many are new."""
+    store._pool.writes.charge(namespace.session.session_id, -charged)
+    stored = store._pool.publish_new(
+        namespace.namespace_id, namespace.slot_nbytes, missing, slots, takes_lossy=namespace.takes_lossy
+    )
+    store._cond.notify_all()
+    store._stored(stored, deadline)
+    return len(stored)
 
 
 def _give_back(store: MemoryStore, namespace: MemoryNamespace, slots: Sequence[Slot], charged: int) -> None:

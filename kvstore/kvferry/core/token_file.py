@@ -10,7 +10,7 @@ from typing import Final
 
 from kvferry.core.errors import ConfigError
 
-__all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "read_token", "token_source"]
+__all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "read_token", "require_owners_alone", "token_source"]
 
 TOKEN_VARIABLE: Final = "KVFERRY_TOKEN"  # noqa: S105 - the name of a variable
 TOKEN_FILE_VARIABLE: Final = "KVFERRY_TOKEN_FILE"  # noqa: S105
@@ -29,12 +29,23 @@ def read_token(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"the token file {path} cannot be read: {error.strerror}") from error
     with os.fdopen(number, "rb") as file:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
-            raise ConfigError(f"the token file {path} must be a file that only its owner may use: chmod 600")
+        require_owners_alone(number, f"the token file {path}")
         text = file.read(_MOST + 1).decode("ascii", "replace").strip()
     _require_token(text, f"the token file {path}")
     return text
+
+
+def require_owners_alone(fd: int, what: str) -> None:
+    """Refuse an open file with secrets that others than its owner may use, or that is somebody else's.
+
+    Root's are taken, since root may make it for the user that runs this.
+
+    Raises:
+        ConfigError: If it is such a file, or no file; the message begins with ``what``.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{what} must be a file that only its owner may use: chmod 600")
 
 
 def _require_token(text: str, where: str) -> None:

@@ -13,7 +13,6 @@ import hmac
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import msgspec
 
 from kvferry.core.errors import AuthError, ConfigError
 from kvferry.core.tenants import check_tenant
+from kvferry.core.token_file import require_owners_alone
 
 __all__ = [
     "RIGHTS",
@@ -218,11 +218,7 @@ def read_credentials(path: Path) -> CredentialFile:
             f"the credentials file {path} cannot be read: {error.strerror}; kvferry credentials add makes it"
         ) from error
     try:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
-            raise ConfigError(
-                f"the credentials file {path} must be a file that only its owner may use: chmod 600"
-            )
+        require_owners_alone(number, f"the credentials file {path}")
         data = os.read(number, _MAX_NBYTES + 1)
     finally:
         os.close(number)

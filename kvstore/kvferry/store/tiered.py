@@ -424,6 +424,7 @@ class TieredStore(MemoryStore):
         keys = None if keys is None else list(dict.fromkeys(keys))
         with self._lock:
             self._require_open()
+            hidden = {level: level.hides(ns) for level in self.levels}  # removed before, and counted there
             for level in self.levels:
                 level.mask(ns, keys)  # a load that begins now must not bring up what is not removed yet
             self._down.cancel(ns, keys)
@@ -434,18 +435,15 @@ class TieredStore(MemoryStore):
             for writer in self._down.writers:
                 if namespace.local_only and writer.level.tier.to_daemons:
                     continue
-                gone.update(self._remove_from(writer, namespace, keys, until))
+                found = self._remove_from(writer, namespace, keys, until)
+                gone.update(itertools.filterfalse(hidden[writer.level], found))
         finally:
             for level in self.levels:
                 level.unmask(ns, keys)
         return len(gone)
 
     def _remove_from(
-        self,
-        writer: TierWriter,
-        namespace: MemoryNamespace,
-        keys: Sequence[BlockKey] | None,
-        until: float,
+        self, writer: TierWriter, namespace: MemoryNamespace, keys: Sequence[BlockKey] | None, until: float
     ) -> list[BlockKey]:
         """Remove from one tier; what is not begun by ``until`` is left to its writer, and hidden."""
         space, level = self._space(namespace), writer.level

@@ -224,9 +224,10 @@ class PartEncoder:
 
     def _learn(self, marks: list[_Mark]) -> None:
         """Parts came into place since the last call, the last one now."""
-        codec, now = marks[-1][0], time.monotonic()
-        if codec == _KEPT:
+        marks = [mark for mark in marks if mark[0] != _KEPT]
+        if not marks:
             return
+        codec, now = marks[-1][0], time.monotonic()
         last_at, self._last_at = self._last_at, now
         if any(ready_at > last_at or name != self._last_codec for name, _, ready_at in marks):
             self._in_a_row = self._moved_nbytes = 0

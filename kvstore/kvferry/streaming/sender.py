@@ -177,22 +177,17 @@ class LayerSender:
         self._name = self._name or stream
         self._layout = StreamLayout(self._spec, len(keys), tail_tokens)
         self._deadline = deadline
+        codecs = self._codec.agree(self._channel.peer.capabilities, self._spec) if self._codec else ()
         opening = m.BeginStream(
-            stream=stream,
-            spec=self._spec,
-            keys=b"".join(keys),
-            tail_tokens=tail_tokens,
-            scope=self._scope,
-            timeout_s=time_left(deadline),
-            codecs=self._codec.agree(self._channel.peer.capabilities, self._spec) if self._codec else (),
-            tells_lossy=True,
-        )
+            stream=stream, spec=self._spec, keys=b"".join(keys), tail_tokens=tail_tokens, scope=self._scope,
+            timeout_s=time_left(deadline), codecs=codecs, tells_lossy=True,
+        )  # fmt: skip
         try:
             ready = open_stream(
                 self._channel, opening, self._opened,
                 arena=self._arena, regions=self._regions is not None, deadline=deadline, who=str(self),
             )  # fmt: skip
-            missing = self._accepted(ready, opening.codecs)
+            missing = self._accepted(ready, codecs)
         except KVFerryError as exc:
             self._fail(exc)
             self._end_channel()

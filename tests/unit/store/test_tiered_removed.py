@@ -109,6 +109,27 @@ def test_what_is_being_written_meanwhile_is_written_again(policy: Policy) -> Non
     store.close()
 
 
+def test_what_is_hidden_already_is_counted_by_no_later_removal() -> None:
+    """It is in the tier until its removal comes to it: a second one found it there, and counted it again."""
+    tier = SlowRemovals()
+    tier.let_go.set()
+    store = make(tier, WriteBack, remove_s=0)
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 1, BLOCKS)
+    save_blocks(ns, keys)
+    assert settle(store)
+    tier.let_go.clear()
+    assert ns.remove(keys[:3]) == 3, "left to the writer"
+    assert tier.asked.wait(20)
+    tier.fault = lambda _verb, _key: None  # the second goes through while the writer is in the first
+    store.options = StoreOptions(remove_s=20)
+    assert ns.clear() == 1
+    tier.let_go.set()
+    assert settle(store)
+    assert (ns.clear(), tier.held()) == (0, set())
+    store.close()
+
+
 def test_a_removal_left_to_the_writer_takes_no_later_save_with_it() -> None:
     tier = SlowRemovals()
     tier.let_go.set()

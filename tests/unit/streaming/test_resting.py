@@ -132,3 +132,16 @@ def test_it_goes_on_without_learning_when_the_link_was_seen_to_be_the_same(choic
     assert sender.encoder.acknowledged(LayerAck(), 20)
     assert choice.told == 1
     assert not sender.encoder.acknowledged(LayerAck(), 1)
+
+
+def test_a_look_that_ends_with_a_part_kept_as_it_is_tells_of_the_others(choice: Choice) -> None:
+    """Their bytes were left out, and their time was not: the link seemed slower than it is."""
+    sender = Sender(choice)
+    sender.send(20)
+    sender.answer(20)
+    before = choice.told
+    sender.send(2)
+    sender.encoder.sending(LayerPart(cast("Delivery", None), 0, (0,), [], codec=encoding._KEPT))
+    sender.encoder._acks_a_look = 3
+    sender.answer(3)
+    assert choice.told == before + 2
