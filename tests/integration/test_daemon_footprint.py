@@ -51,7 +51,7 @@ def cpu_s(pid: int) -> float:
 def test_it_grows_by_its_blocks_and_rests_when_nobody_asks(
     tmp_path: Path, cap: int, taken: int, shared: bool, seconds: float, share: float
 ) -> None:
-    """Blocks of many times the cap come in, go to disk, and are read again; then nothing happens."""
+    """C043: blocks of many times the cap come in, go to disk, and are read again; then nothing happens."""
     words = ("--capacity", f"{cap}", "--disk", f"{tmp_path}/disk", "--disk-capacity", f"{2 * cap}")
     with serve(tmp_path, *words) as daemon:
         daemon.wait_ready()
@@ -59,6 +59,7 @@ def test_it_grows_by_its_blocks_and_rests_when_nobody_asks(
         before, most, stored = rss_nbytes(pid), 0, 0
         with Client(f"unix://{tmp_path}/d.sock", ClientOptions(share_memory=shared)) as client:
             ns = client.namespace(SPEC)
+            first = keys = ns.keys([0] * 4 * SPEC.block_tokens)
             block = np.full(SPEC.block_nbytes, 7, np.uint8)
             for chain in range(taken // (4 * MIB)):
                 keys = ns.keys([chain] * 4 * SPEC.block_tokens)
@@ -69,6 +70,7 @@ def test_it_grows_by_its_blocks_and_rests_when_nobody_asks(
             most = max(most, rss_nbytes(pid) - before)
             print(f"cap {cap / MIB:.0f} MiB, {taken / MIB:.0f} MiB taken: {most / MIB:.1f} MiB grown")
             assert stored == taken // MIB
+            assert (ns.lookup(keys).prefix, ns.lookup(first).prefix) == (4, 0)
             assert cap // 2 <= most <= cap + 40 * MIB
             at_rest = cpu_s(pid)
             time.sleep(seconds)  # what is measured is that nothing happens meanwhile

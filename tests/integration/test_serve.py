@@ -145,6 +145,7 @@ def test_what_cannot_work_is_refused_by_name(
 
 
 def test_two_on_one_place_are_refused_by_name(tmp_path: Path) -> None:
+    """C154: the second says which place is taken, by whom, and which option moves it."""
     with serve(tmp_path, *disk(tmp_path)) as first:
         first.wait_ready()
         with serve(tmp_path, "--disk", "none") as second:

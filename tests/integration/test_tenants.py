@@ -342,7 +342,7 @@ def growth(client: Client, run: Callable[[], object]) -> dict[str, object]:
 
 
 def test_a_probe_of_what_another_has_cached_counts_as_one_of_nothing(site: Site, daemon: Command) -> None:
-    """Times are judged in soak alone: here every counter, of the disk tier too, has to grow alike."""
+    """C134. Times are judged in soak alone: here every counter, of the disk tier too, has to grow alike."""
     with site.client("a") as owner, site.client("b") as prober:
         his, ns = owner.namespace(SPEC), prober.namespace(SPEC)
         cached, unseen = (ns.keys([number] * 8 * SPEC.block_tokens) for number in (701, 702))
@@ -358,7 +358,7 @@ def test_a_probe_of_what_another_has_cached_counts_as_one_of_nothing(site: Site,
 
 @pytest.mark.soak
 def test_2000_probes_tell_nothing(site: Site, daemon: Command) -> None:
-    """Show 5 of the daemon: the area under the curve of the times is 0.45 to 0.55."""
+    """C134, and show 5 of the daemon: the area under the curve of the times is 0.45 to 0.55."""
     found = auc(*probes(site, 2000))
     print(f"AUC of 2,000 interleaved probes each: {found:.3f}")
     assert daemon.process.poll() is None

@@ -94,6 +94,7 @@ def test_a_big_slot_gets_a_segment_that_holds_it() -> None:
 
 
 def test_sizes_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C058: more than there is is not touched; wanted and available are named."""
     with pytest.raises(ConfigError, match="4095"):
         Arena(4095)
     with pytest.raises(ConfigError, match="segment_nbytes"):

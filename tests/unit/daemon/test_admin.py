@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvferry.cli.app import main
@@ -56,12 +57,32 @@ def test_no_verb_is_done_without_the_token(running: Running, verb: str) -> None:
 
 
 def test_the_port_has_these_paths_and_no_others(running: Running) -> None:
+    """C128."""
     routes = running.http.routes()
     posts = {route.path for route in routes if route.methods == {"POST"}}
     assert {route.path for route in routes} - posts == {
         "/", "/live", "/ready", "/status", "/metrics", "/events"
     }  # fmt: skip
     assert posts == {f"/admin/{verb}" for verb in ("clear", "pin", "evict", "drain", "reload")}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_c128_no_verb_evaluates_what_is_posted(running: Running, verb: str, tmp_path: Path) -> None:
+    saved(running)
+    shown = {"authorization": f"Bearer {running.token}"}
+    code = f"__import__('pathlib').Path('{tmp_path}/marker').touch()"
+    for body in (
+        code.encode(),
+        msgspec.json.encode(code),
+        msgspec.json.encode({"script": code, "model": code}),
+    ):
+        with pytest.raises(RequestError, match="400"):
+            running.port.ask("POST", f"/admin/{verb}", body, shown)
+    with pytest.raises(RequestError, match="404"):
+        running.port.ask("POST", "/admin/run_script", code.encode(), shown)
+    assert not (tmp_path / "marker").exists()
+    assert running.port.status().tenants[0].entries == 8
+    assert not running.daemon.draining
 
 
 def test_clear_forgets_in_all_tiers(running: Running, admin: Port) -> None:

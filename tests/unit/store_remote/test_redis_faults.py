@@ -90,6 +90,7 @@ def test_connections_that_a_restart_ended_cost_no_request(make: MakeTier) -> Non
 
 
 def test_a_hanging_server_holds_nobody_beyond_the_deadline(make: MakeTier) -> None:
+    """C064: it is left alone after some errors; that it heals is tried over ``test_a_bad_link``."""
     with RedisServer() as server:
         it = make(server.url, timeout_s=0.2, server_errors=2, server_pause_s=60)
         with server.hanging():
@@ -107,6 +108,7 @@ def test_a_hanging_server_holds_nobody_beyond_the_deadline(make: MakeTier) -> No
 
 @pytest.mark.parametrize("kind", ["cut", "half_open", "reset"])
 def test_a_bad_link(server: RedisServer, make: MakeTier, kind: str) -> None:
+    """C064: nobody answers; it is as before once somebody does."""
     with FaultProxy(server.url) as proxy:
         it = make(proxy.address, timeout_s=0.2, server_errors=1000)
         wait_until(lambda: set(written(write(it.tier, it.space, it.keys))) <= {STORED, PRESENT}, 20)
@@ -121,6 +123,7 @@ def test_a_bad_link(server: RedisServer, make: MakeTier, kind: str) -> None:
 
 
 def test_a_value_that_stops_half_way_is_no_block(server: RedisServer, make: MakeTier) -> None:
+    """C064: the reply has begun, and the rest does not come in time."""
     with FaultProxy(server.url) as proxy:
         it = make(proxy.address, timeout_s=0.3, server_errors=1000)
         wait_until(lambda: set(written(write(it.tier, it.space, it.keys))) <= {STORED, PRESENT}, 20)
@@ -200,6 +203,7 @@ def test_what_is_no_redis_server(make: MakeTier, reply: bytes) -> None:
 
 
 def test_a_limit_that_the_server_does_not_tell_is_named(server: RedisServer, make: MakeTier) -> None:
+    """C091: 3.1 MiB to a server that takes 1 MiB at once."""
     server.call("CONFIG", "SET", "proto-max-bulk-len", "1mb")
     server.call("ACL", "SETUSER", "silent", "on", ">pw", "~kvferry:*", "+@all", "-config")
     it = make(server.url, username="silent", password="pw")
@@ -216,6 +220,7 @@ def test_a_limit_that_the_server_does_not_tell_is_named(server: RedisServer, mak
 def test_a_crash_between_parts_and_manifest_leaves_no_block(
     server: RedisServer, make: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """C091: split under the limit that the server tells, and never half of it visible."""
     server.call("CONFIG", "SET", "proto-max-bulk-len", "1mb")
     it = make(server.url)
     space = opened(it.tier, small_spec("large", pages=800))

@@ -71,6 +71,7 @@ Make = Callable[..., Opened]
 
 
 def test_refusals_give_status_and_code(store: FakeS3, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """C141: a wrong key or no right; what was stored before is all that counts as stored."""
     it = make()
     assert written(write(it.tier, it.space, it.keys)) == [STORED] * 4
     store.always = 403
@@ -91,6 +92,7 @@ def test_refusals_give_status_and_code(store: FakeS3, make: Make, caplog: pytest
 
 
 def test_what_passes_is_tried_again(store: FakeS3, make: Make) -> None:
+    """C141: 503, then 200."""
     it = make(retries=3)
     store.answers = [503, 503]
     assert written(write(it.tier, it.space, it.keys[:1])) == [STORED]
@@ -121,6 +123,7 @@ def test_a_slow_store_holds_nobody_beyond_the_deadline(store: FakeS3, make: Make
 
 
 def test_wrong_bucket_and_wrong_key(store: FakeS3, make: Make) -> None:
+    """C141."""
     wrong = make(bucket="nowhere")
     (result,) = write(wrong.tier, wrong.space, wrong.keys[:1])
     assert result.outcome is WriteOutcome.FAILED
@@ -135,6 +138,7 @@ def test_wrong_bucket_and_wrong_key(store: FakeS3, make: Make) -> None:
 def test_path_style_and_virtual_host_style(
     store: FakeS3, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """C141."""
     it = make()
     write(it.tier, it.space, it.keys[:1])
     assert store.paths[-1].startswith(f"127.0.0.1:{store.endpoint.rpartition(':')[2]}/blocks/kvferry/")
