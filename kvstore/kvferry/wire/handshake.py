@@ -39,7 +39,8 @@ def shaking_hands(
     except TransferTimeoutError as error:
         abort()
         raise ConnectError(
-            f"{address}: no handshake within {within_s:.3g} s; is it a kvferry port?"
+            f"{address}: no handshake within {within_s:.3g} s; check that kvferry is at the other "
+            "end, over the same transport, and that its process is not stopped or overloaded"
         ) from error
     except ConnectionClosedError as error:
         abort()

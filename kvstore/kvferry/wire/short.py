@@ -51,7 +51,16 @@ class ShortWay:
         looked: How many waits for a frame began with a look, as ``spin`` of an address allows.
     """
 
-    __slots__ = ("_connection", "hand_over", "looked", "progress", "receive", "receive_payload", "send")
+    __slots__ = (
+        "_connection",
+        "hand_over",
+        "looked",
+        "progress",
+        "receive",
+        "receive_payload",
+        "send",
+        "sent",
+    )
 
     def __init__(self, connection: HashedSocketConnection, functions: tuple[Any, ...]) -> None:
         self._connection = connection
@@ -61,6 +70,7 @@ class ShortWay:
         self.hand_over: Callable[[], tuple[int, int]] = functions[3]
         self.progress: Callable[[], tuple[int, int]] = functions[4]
         self.looked: Callable[[], int] = functions[5]
+        self.sent: Callable[[], tuple[int, int]] = functions[6]
 
     @classmethod
     def of(cls, connection: Connection, protocol: WireProtocol, place: memoryview) -> ShortWay | None:
@@ -93,7 +103,8 @@ class ShortWay:
 
     def error(self, code: int, doing: str) -> KVFerryError:
         """What is raised for ``code``, which is none of a damaged payload."""
-        connection, (moved, wanted) = self._connection, self.progress()
+        connection = self._connection
+        moved, wanted = self.sent() if doing == "sending" else self.progress()
         if code == _ENDED:
             return connection.ended(doing, moved, wanted)
         if code == _STRAY:

@@ -16,8 +16,9 @@ import trustme
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, ConfigError, ConnectError
 from kvferry.core.native import native
-from kvferry.testing.few_files import no_more_files
-from kvferry.transports import connect, listen, registry
+from kvferry.testing.few_files import few_more_files, no_more_files
+from kvferry.transports import connect, explain, get_transport, listen, registry
+from kvferry.transports.auto.listener import AutoListener
 from kvferry.transports.peer_owner import AllowedUsers
 
 LONG_S = 30.0
@@ -57,6 +58,37 @@ def test_no_more_files(url: str) -> None:
         listen(url)
     with contextlib.closing(listen(url)) as listener:
         connect(listener.address, deadline_in(LONG_S)).close()
+
+
+@pytest.mark.parametrize("few", range(8))
+def test_auto_with_few_files_takes_the_best_or_says_so(few: int) -> None:
+    """Never another transport, or an offer of less, for want of a descriptor."""
+    auto = get_transport("auto")
+    with contextlib.closing(auto.listen("auto://127.0.0.1:0")) as listener:
+        connect(listener.address, deadline_in(LONG_S)).close()  # loads what it needs
+        listener.accept(deadline_in(LONG_S)).close()
+        with few_more_files(few):
+            try:
+                made = auto.listen("auto://127.0.0.1:0")
+            except ConnectError as error:
+                said = str(error)
+            else:
+                said = ""
+                assert isinstance(made, AutoListener)
+                assert made.offered == ["unix", "tcp"]
+                made.close()
+        assert not said or "ulimit -n" in said
+        with few_more_files(few):
+            try:
+                one = auto.connect(listener.address, deadline_in(0.5))
+            except ConnectError as error:
+                said = str(error)
+            else:
+                said, choice = "", explain(one)
+                one.abort()
+                assert choice is not None
+                assert choice.scheme == "unix"
+        assert not said or "ulimit -n" in said or "deadline" in said  # the listener is short of them too
 
 
 def test_the_owner_of_a_peer_is_not_unknown_for_want_of_files() -> None:

@@ -22,7 +22,7 @@ from kvferry.wire import messages as m
 from kvferry.wire.handshake import shaking_hands
 
 KINDS = ["tcp", "inproc"]
-LATE = "no handshake within 0.3 s"
+LATE = "no handshake within 0.3 s; check that kvferry is at the other end, over the same transport"
 OPTIONS = ChannelOptions(role="test", session="s")
 PONG = struct.pack("<4sHHIQIQ", b"KVFY", 1, 5, 0, 0, 8, 0) + b"\x81\xa1t\xa4pong"
 

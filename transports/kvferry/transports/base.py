@@ -14,6 +14,7 @@ from typing import ClassVar
 from xxhash import xxh3_64
 
 from kvferry.core.buffers import Buf, total_nbytes
+from kvferry.core.errors import TransferTimeoutError
 from kvferry.transports.hashed import HASH_NBYTES, PIECE_NBYTES, pieces_of
 
 __all__ = ["Connection", "Listener", "SharedMemoryConnection", "Transport"]
@@ -100,17 +101,28 @@ class Connection(ABC):
         digest = xxh3_64(head)
         parts: list[Buf] = [head]
         last: Sequence[memoryview] = views
-        if total_nbytes(views) > PIECE_NBYTES:
+        done, nbytes = 0, total_nbytes(views)
+        if nbytes > PIECE_NBYTES:
             last = []
             for piece in pieces_of(views):
                 if last:
-                    self.send([*parts, *last], deadline)
+                    self._send_piece([*parts, *last], deadline, done, nbytes)
+                    done += total_nbytes(last)
                     _hash_into(digest, last)
                     parts = []
                 last = piece
         # the last piece is hashed first, so that it leaves together with the hash
         _hash_into(digest, last)
-        self.send([*parts, *last, digest.intdigest().to_bytes(HASH_NBYTES, "little")], deadline)
+        self._send_piece(
+            [*parts, *last, digest.intdigest().to_bytes(HASH_NBYTES, "little")], deadline, done, nbytes
+        )
+
+    def _send_piece(self, parts: Sequence[Buf], deadline: float, done: int, nbytes: int) -> None:
+        """Send a piece of ``nbytes``, behind ``done`` of them."""
+        try:
+            self.send(parts, deadline)
+        except TransferTimeoutError as error:
+            raise TransferTimeoutError(f"{error}, behind {done} of a payload of {nbytes}") from error
 
     def recv_hashed(self, start: bytes, views: Sequence[memoryview], deadline: float) -> tuple[int, int]:
         """Fill ``views``, as :meth:`recv_into` does, then take the 8 bytes behind them.

@@ -9,10 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from kvferry.core.buffers import total_nbytes
 from kvferry.core.errors import ConnectionClosedError, KVFerryError
 from kvferry.transports.guard import GuardedSocket
 from kvferry.transports.hashed import AGAIN, ENDED, STRAY, HashedStream, hashed_stream
 from kvferry.transports.sockets import SocketConnection
+from kvferry.transports.streams import sending
 
 __all__ = ["HashedSocketConnection"]
 
@@ -65,13 +67,13 @@ class HashedSocketConnection(SocketConnection):
         try:
             limit, left = self._send_limit, deadline - time.monotonic()
             if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
-                self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+                self._limit_wait(socket.SO_SNDTIMEO, deadline, sending(0, len(head) + total_nbytes(views)))
                 limit = self._send_limit
             code = stream.send(guard.sock.fileno(), _NO_SIGNAL, head, views, deadline - limit)
             while code:
                 if code not in AGAIN:
-                    raise self._failed(OSError(code, os.strerror(code)), "sending")
-                self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+                    raise self._failed(OSError(code, os.strerror(code)), sending(*stream.progress))
+                self._limit_wait(socket.SO_SNDTIMEO, deadline, sending(*stream.progress))
                 code = stream.go_on(deadline - self._send_limit, sending=True)
         finally:
             guard.leave()
@@ -123,8 +125,9 @@ class HashedSocketConnection(SocketConnection):
 
     def late(self, doing: str, moved: int, wanted: int) -> KVFerryError:
         """What is raised when the deadline passed in the midst of ``wanted`` bytes."""
-        more = f", {moved} of {wanted} bytes had come" if doing == "receiving" else ""
-        return self._timed_out(doing + more)
+        if doing == "sending":
+            return self._timed_out(sending(moved, wanted))
+        return self._timed_out(f"receiving, {moved} of {wanted} bytes had come")
 
     def failed(self, error: OSError, doing: str) -> KVFerryError:
         """What is raised when the system says ``error``."""

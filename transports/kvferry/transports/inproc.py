@@ -19,6 +19,7 @@ from kvferry.core.buffers import Buf, as_bytes_view, copy_into, total_nbytes
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection, Listener, Transport
+from kvferry.transports.streams import sending
 
 __all__ = ["InprocTransport"]
 
@@ -48,24 +49,24 @@ class _Pipe:
         nbytes = total_nbytes(views)
         with self._changed:
             self._check_writable()
-            self._check_deadline(deadline, "sending")
+            self._check_deadline(deadline, sending(0, nbytes))
             if nbytes > _LEND_NBYTES:
-                self._lend(views, deadline)
+                self._lend(views, nbytes, deadline)
                 return
             while self._own_nbytes + nbytes > _PIPE_NBYTES:
-                self._wait(deadline, "sending")
+                self._wait(deadline, sending(0, nbytes))
                 self._check_writable()
             if nbytes:
                 self._own.append(memoryview(b"".join(views)))
                 self._own_nbytes += nbytes
                 self._changed.notify_all()
 
-    def _lend(self, views: list[memoryview], deadline: float) -> None:
+    def _lend(self, views: list[memoryview], nbytes: int, deadline: float) -> None:
         self._lent.extend(views)
         self._changed.notify_all()
         try:
             while self._lent:
-                self._wait(deadline, "sending")
+                self._wait(deadline, sending(nbytes - total_nbytes(self._lent), nbytes))
                 self._check_writable()
         finally:
             # whatever happened, nobody reads the caller's buffers after this returns

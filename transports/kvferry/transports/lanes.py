@@ -151,10 +151,11 @@ class LaneConnection(StreamConnection):
         self._lanes[stripe % len(self._lanes)].send(parts, deadline)
         self.positions[_SENT] += nbytes
 
-    def _send_all(self, views: list[memoryview], deadline: float) -> bool:
+    def _send_all(self, views: list[memoryview], deadline: float, before: int, total: int) -> bool:
         waited = False
         for lane, piece, nbytes in self._stripes(views, self.positions[_SENT]):
-            waited |= self._lanes[lane].send_views(piece, deadline)
+            waited |= self._lanes[lane].send_views(piece, deadline, before, total)
+            before += nbytes
             self.positions[_SENT] += nbytes
         return waited
 

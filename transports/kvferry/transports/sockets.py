@@ -30,7 +30,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.transports.guard import GuardedSocket
-from kvferry.transports.streams import StreamConnection, advance
+from kvferry.transports.streams import StreamConnection, advance, sending
 
 __all__ = ["Ancillary", "GuardedSocket", "SocketConnection", "flush_all", "poll_timeout_ms"]
 
@@ -114,7 +114,7 @@ class SocketConnection(StreamConnection):
         try:
             limit, left = self._send_limit, deadline - time.monotonic()
             if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
-                self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+                self._limit_wait(socket.SO_SNDTIMEO, deadline, sending(0, nbytes))
             try:
                 if len(parts) == 1:
                     sent = guard.sock.send(plain[0], _NO_SIGNAL)
@@ -127,51 +127,63 @@ class SocketConnection(StreamConnection):
             if sent < nbytes:
                 views = [view for part in parts if len(view := as_bytes_view(part))]
                 del views[: advance(views, 0, sent)]
-                self._send_all(views, deadline, waits=True)
+                self._send_all(views, deadline, sent, nbytes, waits=True)
         finally:
             guard.leave()
 
-    def send_views(self, views: list[memoryview], deadline: float) -> bool:
+    def send_views(self, views: list[memoryview], deadline: float, before: int, total: int) -> bool:
         """Send ``views``, none of them empty (the list is used up), regardless of the rate.
+
+        They are ``total`` bytes with what a message of errors has to count, of which ``before`` have gone.
 
         Returns:
             Whether it had to wait for the peer. Raises as :meth:`send`.
         """
         self._guard.enter(self._name)
         try:
-            return self._send_all(views, deadline)
+            return self._send_all(views, deadline, before, total)
         finally:
             self._guard.leave()
 
-    def _send_all(self, views: list[memoryview], deadline: float, *, waits: bool = False) -> bool:
+    def _send_all(
+        self, views: list[memoryview], deadline: float, before: int, total: int, *, waits: bool = False
+    ) -> bool:
         """See :meth:`StreamConnection._send_all`; ``waits``: a first try without waiting was made."""
         first = 0
         while first < len(views):
             batch = views[first : first + _MAX_PARTS]
             # the kernel may join the batches of one call into full segments
             more = _MORE if first + _MAX_PARTS < len(views) else 0
-            sent = self._send_some(batch, more, deadline, waits=waits)
+            sent = self._send_some(batch, more, deadline, sending(before, total), waits=waits)
             waits = waits or sent < total_nbytes(batch)
+            before += sent
             first = advance(views, first, sent)
         return waits
 
     def _send_some(
-        self, batch: list[memoryview], more: int, deadline: float, *, waits: bool, ancillary: Ancillary = ()
+        self,
+        batch: list[memoryview],
+        more: int,
+        deadline: float,
+        doing: str,
+        *,
+        waits: bool,
+        ancillary: Ancillary = (),
     ) -> int:
         """Bytes sent; 0 if the buffer of the socket is full."""
         flags = _NO_SIGNAL | more
         if waits:
-            self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
+            self._limit_wait(socket.SO_SNDTIMEO, deadline, doing)
         else:
             flags |= _NOW
             if is_past(deadline):
-                raise self._timed_out("sending")
+                raise self._timed_out(doing)
         try:
             return self._guard.sock.sendmsg(batch, ancillary, flags)
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise self._failed(error, "sending") from error
+            raise self._failed(error, doing) from error
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -448,15 +460,15 @@ class SocketConnection(StreamConnection):
             raise self._timed_out(doing)
         if self._guard.closed:
             raise ConnectionClosedError(f"{self._name} was closed here while {doing}")
-        sending = option == socket.SO_SNDTIMEO
-        if min(1.0, left / 2) <= (self._send_limit if sending else self._recv_limit) <= left:
+        sends = option == socket.SO_SNDTIMEO
+        if min(1.0, left / 2) <= (self._send_limit if sends else self._recv_limit) <= left:
             return
         limit = left if left < _EXACT_S else min(left, _MAX_WAIT_S) * 0.9
         fraction, whole = math.modf(limit)
         # zero would mean without a limit
         value = struct.pack("@ll", int(whole), max(1, int(fraction * 1e6)))
         self._guard.sock.setsockopt(socket.SOL_SOCKET, option, value)
-        if sending:
+        if sends:
             self._send_limit = limit
         else:
             self._recv_limit = limit

@@ -6,12 +6,12 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection
 from kvferry.transports.pacing import Pacer
 
-__all__ = ["StreamConnection", "advance", "take"]
+__all__ = ["StreamConnection", "advance", "sending", "take"]
 
 
 class StreamConnection(Connection):
@@ -48,7 +48,7 @@ class StreamConnection(Connection):
         self._enter()
         try:
             if self._pacer is None:
-                self._send_all(views, deadline)
+                self._send_all(views, deadline, 0, total_nbytes(views))
             else:
                 self._send_paced(self._pacer, views, deadline)
         finally:
@@ -57,18 +57,19 @@ class StreamConnection(Connection):
     def _send_paced(self, pacer: Pacer, views: list[memoryview], deadline: float) -> None:
         now = time.monotonic()
         pacer.begin(now)
-        first = 0
+        first, done, total = 0, 0, total_nbytes(views)
         while first < len(views):
             piece, nbytes = take(views, first, pacer.limit(now))
             due = pacer.reserve(nbytes, now)
             if due > now and self._sleep(max(0.0, min(due, deadline) - time.monotonic())):
                 raise ConnectionClosedError(f"{self._name} was closed while it was sending")
             if due >= deadline:
-                raise self._timed_out("sending at its rate")
-            stalled = self._send_all(piece, deadline)
+                raise self._timed_out(f"{sending(done, total)}, at its rate")
+            stalled = self._send_all(piece, deadline, done, total)
             now = time.monotonic()
             pacer.sent(now, stalled=stalled)
             first = advance(views, first, nbytes)
+            done += nbytes
 
     @abstractmethod
     def _enter(self) -> None:
@@ -79,8 +80,11 @@ class StreamConnection(Connection):
         """A call ends."""
 
     @abstractmethod
-    def _send_all(self, views: list[memoryview], deadline: float) -> bool:
-        """Send ``views``, none of them empty (the list is used up); whether it had to wait for the peer."""
+    def _send_all(self, views: list[memoryview], deadline: float, before: int, total: int) -> bool:
+        """Send ``views``, none of them empty (the list is used up); whether it had to wait for the peer.
+
+        They are ``total`` bytes with those of the same call of :meth:`send`, of which ``before`` have gone.
+        """
 
     @abstractmethod
     def _sleep(self, seconds: float) -> bool:
@@ -88,6 +92,11 @@ class StreamConnection(Connection):
 
     def _timed_out(self, doing: str) -> TransferTimeoutError:
         return TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
+
+
+def sending(done: int, total: int) -> str:
+    """What a call does that has handed over ``done`` of its ``total`` bytes, for messages."""
+    return f"sending, {done} of {total} bytes had gone"
 
 
 def advance(views: list[memoryview], first: int, nbytes: int) -> int:

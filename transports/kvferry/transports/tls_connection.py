@@ -20,10 +20,10 @@ from typing import Final, cast
 
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
 from kvferry.core.clock import is_past
-from kvferry.core.errors import ConnectionClosedError, KVFerryError
+from kvferry.core.errors import ConnectionClosedError, KVFerryError, TransferTimeoutError
 from kvferry.transports.sockets import SocketConnection
 from kvferry.transports.spin import Look
-from kvferry.transports.streams import StreamConnection
+from kvferry.transports.streams import StreamConnection, sending
 from kvferry.transports.tls_context import TlsSession, stream_error
 
 __all__ = ["TlsConnection"]
@@ -86,17 +86,22 @@ class TlsConnection(SocketConnection):
         views = [view for part in parts if len(view := as_bytes_view(part))]
         self._guard.enter(self._name)
         try:
-            self._send_all(views, deadline)
+            self._send_all(views, deadline, 0, total_nbytes(views))
         finally:
             self._guard.leave()
 
-    def _send_all(self, views: list[memoryview], deadline: float, *, waits: bool = False) -> bool:
+    def _send_all(
+        self, views: list[memoryview], deadline: float, before: int, total: int, *, waits: bool = False
+    ) -> bool:
         if is_past(deadline):
-            raise self._timed_out("sending")
+            raise self._timed_out(sending(before, total))
         with self._sending:
             try:
                 for batch in _batches(views):
                     waits = self._send_records(self._encrypt(batch), deadline) or waits
+                    before += total_nbytes(batch)
+            except TransferTimeoutError:  # it counts encrypted bytes
+                raise self._timed_out(sending(before, total)) from None
             except ConnectionClosedError:
                 self._raise_refusal()
                 raise
@@ -104,7 +109,7 @@ class TlsConnection(SocketConnection):
 
     def _send_records(self, data: bytes, deadline: float) -> bool:
         if self._pacer is not None:  # which has to know whether this waits
-            return super()._send_all([memoryview(data)], deadline)
+            return super()._send_all([memoryview(data)], deadline, 0, len(data))
         limit, left = self._send_limit, deadline - time.monotonic()
         if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
             self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
@@ -114,7 +119,9 @@ class TlsConnection(SocketConnection):
             sent = 0
         except OSError as error:
             raise self._failed(error, "sending") from error
-        return sent < len(data) and super()._send_all([memoryview(data)[sent:]], deadline, waits=True)
+        if sent == len(data):
+            return False
+        return super()._send_all([memoryview(data)[sent:]], deadline, sent, len(data), waits=True)
 
     def _encrypt(self, pieces: list[memoryview]) -> bytes:
         session = self._session

@@ -258,8 +258,9 @@ class UnixConnection(HashedSocketConnection, SharedMemoryConnection):
             for first in range(0, len(descriptors), _MAX_BATCH):
                 batch = array.array("i", descriptors[first : first + _MAX_BATCH])
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, batch)]
+                doing = f"sending descriptors, {first} of {len(descriptors)} had gone"
                 marker, waits = [memoryview(bytes([len(batch)]))], False
-                while not self._send_some(marker, 0, deadline, waits=waits, ancillary=ancillary):
+                while not self._send_some(marker, 0, deadline, doing, waits=waits, ancillary=ancillary):
                     waits = True
         finally:
             self._guard.leave()

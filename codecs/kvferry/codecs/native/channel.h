@@ -91,6 +91,8 @@ static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_k
         s.plain = !c->flags;
         hash_begin(&s.hash);
         code = channel_move(c, &s, deadline, limit, CHANNEL_SENT, k);
+        c->sent[0] = *channel_position(c, CHANNEL_SENT);
+        c->sent[1] = whole;
     }
     channel_release(&payload);
     return channel_result(code);

@@ -176,6 +176,7 @@ CHANNEL_CALL(call_receive, 2, channel_receive(c, args, chosen()))
 CHANNEL_CALL(call_payload, 2, channel_payload(c, args, chosen()))
 CHANNEL_CALL(call_hand_over, 0, channel_hand_over(c))
 CHANNEL_CALL(call_progress, 0, channel_pair(c->progress[0], c->progress[1]))
+CHANNEL_CALL(call_sent, 0, channel_pair(c->sent[0], c->sent[1]))
 CHANNEL_CALL(call_looked, 0, PyLong_FromUnsignedLongLong(c->look.looked))
 
 KVC_EXPORT PyObject *kvc_channel_make(PyObject *of) {
@@ -183,6 +184,7 @@ KVC_EXPORT PyObject *kvc_channel_make(PyObject *of) {
         {"send", call_send, PY_FASTCALL, NULL},           {"receive", call_receive, PY_FASTCALL, NULL},
         {"receive_payload", call_payload, PY_FASTCALL, NULL}, {"hand_over", call_hand_over, PY_FASTCALL, NULL},
         {"progress", call_progress, PY_FASTCALL, NULL},   {"looked", call_looked, PY_FASTCALL, NULL},
+        {"sent", call_sent, PY_FASTCALL, NULL},
     };
     return channel_make(of, methods, sizeof methods / sizeof *methods);
 }

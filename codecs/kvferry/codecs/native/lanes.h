@@ -39,7 +39,8 @@ typedef struct {
     size_t usual;                                // how much of it is asked for: what the last frame had
     size_t head, have;                           // of the frame whose payload is due: bytes before it, bytes in `place`
     uint64_t pending;                            // bytes of that payload
-    uint64_t max_meta, max_payload, progress[2]; // what an error is about: bytes moved and all, or two hashes
+    uint64_t max_meta, max_payload, progress[2]; // what an error is about: bytes moved and all, or two hashes;
+    uint64_t sent[2];                            // that of sending, which another thread may do
     uint64_t flags;                              // of every frame
     kvc_look look;                               // before waiting for a frame
     uint64_t since;                              // when a wait began that has looked in vain, and is to sleep; else 0

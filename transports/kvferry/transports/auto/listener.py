@@ -69,13 +69,14 @@ class AutoListener(Listener):
         self._tickets = Tickets()
         self._limiter = LogLimiter(_log)
         name = f"kvferry-auto-{sock.getsockname()[1]}"
+        self._host = host_identity()
+        self._port = Port(sock, self._answer, self._deliver, self._address)  # the last that can fail
         self._sides = [
             SideListener(
                 one, self._tickets, self._deliver_side, name=f"{name}-{one.address.split(':')[0]}", rdma=rdma
             )
             for one, rdma in sides
         ]
-        self._port = Port(sock, self._answer, self._deliver, self._address)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -148,7 +149,7 @@ class AutoListener(Listener):
     def _answer(self, ask: Ask) -> tuple[str, list[Offer], bytes, dict[str, str], list[str]]:
         """Host, offers, ticket, what is lacking, and regions."""
         return (
-            host_identity(), self._offers(), self._tickets.give(ask), self._lacking, list(announced_regions())
+            self._host, self._offers(), self._tickets.give(ask), self._lacking, list(announced_regions())
         )  # fmt: skip
 
     def _deliver(self, arrival: Arrival) -> None:

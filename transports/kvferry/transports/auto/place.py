@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.core.errors import ConnectError
+from kvferry.core.open_files import OUT_OF_FILES
 from kvferry.core.runtime_folder import runtime_folder
 
 __all__ = ["host_identity", "socket_path"]
@@ -30,11 +31,16 @@ def host_identity() -> str:
 
     So two containers of one machine are two hosts. Empty where the kernel does not say, which is then the
     same as nobody.
+
+    Raises:
+        OSError: If there is no descriptor left to ask it.
     """
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES]  # noqa: PTH115
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
+            raise
         return ""
     return "/".join([boot, *spaces])
 

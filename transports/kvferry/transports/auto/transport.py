@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,11 +63,13 @@ class _Asked:
     """The port after the question.
 
     Attributes:
+        host: This one, as it was told.
         answer: What it offers.
         port: Its socket, on which the stream may go on; ``None`` if it cannot.
         at: When it answered.
     """
 
+    host: str
     answer: Offers
     port: SocketConnection | None = None
     at: float = field(default_factory=time.monotonic)
@@ -99,9 +102,13 @@ class AutoTransport(Transport):
             ConfigError: See :meth:`Transport.connect`.
         """
         parsed, options = parse_auto(address)
-        asked = _ask(parsed, options, deadline)
         try:
-            ranking = rank(asked.answer, host_identity(), options)
+            host = host_identity()
+        except OSError as error:  # to go on would be a slower way for as long as the connection lives
+            raise ConnectError(f"cannot connect to {parsed.url}: {ip.reason_of(error)}") from error
+        asked = _ask(parsed, options, host, deadline)
+        try:
+            ranking = rank(asked.answer, host, options)
             if not ranking.usable:
                 raise _refusal(parsed, options, asked.answer, ranking)
             return _connect_best(parsed, options, asked, ranking, deadline)
@@ -122,7 +129,7 @@ class AutoTransport(Transport):
         try:
             lacking = _listen_beside(parsed, options, sides)
             _check_wish(parsed, options, [one.address.partition("://")[0] for one, _ in sides], lacking)
-            listener = AutoListener(sock, parsed, options, sides, lacking)
+            listener = _listener(sock, parsed, options, sides, lacking)
         except BaseException:
             sock.close()
             for one, _ in sides:
@@ -139,6 +146,19 @@ class AutoTransport(Transport):
 
 
 # -- listening -------------------------------------------------------------------------------------------
+
+
+def _listener(
+    sock: socket.socket,
+    parsed: Address,
+    options: AutoOptions,
+    sides: list[tuple[Listener, bool]],
+    lacking: dict[str, str],
+) -> AutoListener:
+    try:
+        return AutoListener(sock, parsed, options, sides, lacking)
+    except OSError as error:  # no descriptors
+        raise ConnectError(f"cannot listen on {parsed.url}: {ip.reason_of(error)}") from error
 
 
 def _listen_beside(
@@ -183,11 +203,11 @@ def _check_wish(parsed: Address, options: AutoOptions, found: list[str], lacking
 # -- dialling --------------------------------------------------------------------------------------------
 
 
-def _ask(parsed: Address, options: AutoOptions, deadline: float) -> _Asked:
+def _ask(parsed: Address, options: AutoOptions, host: str, deadline: float) -> _Asked:
     """Ask the port; a peer that does not answer as one of ``auto`` counts as one that offers tcp."""
     port = _dial(parsed, options, deadline)
     limit = earliest(deadline, time.monotonic() + _ANSWER_S)
-    ask = Ask(host=host_identity(), require=options.require, regions=list(announced_regions()))
+    ask = Ask(host=host, require=options.require, regions=list(announced_regions()))
     try:
         port.send([pack(ask)], limit)
         prefix = memoryview(bytearray(PREFIX_NBYTES))
@@ -208,8 +228,8 @@ def _ask(parsed: Address, options: AutoOptions, deadline: float) -> _Asked:
         if answer.refused:
             port.abort()
             raise ConnectError(f"cannot connect to {parsed.url}: {shown(answer.refused)}")
-        return _Asked(answer, port)
-    return _Asked(_PLAIN_OFFERS)
+        return _Asked(host, answer, port)
+    return _Asked(host, _PLAIN_OFFERS)
 
 
 def _dial(parsed: Address, options: AutoOptions, deadline: float) -> SocketConnection:
@@ -298,7 +318,7 @@ def _connect_tcp(parsed: Address, options: AutoOptions, asked: _Asked, deadline:
     if asked.port is not None and options.lanes == 1:
         if time.monotonic() - asked.at > _FRESH_S:  # the listener may have given up on it meanwhile
             asked.close()
-            renewed = _ask(parsed, options, deadline)
+            renewed = _ask(parsed, options, asked.host, deadline)
             asked.port, asked.at = renewed.port, renewed.at
         if asked.port is not None:
             asked.port.send([pack(Taken(scheme="tcp"))], deadline)

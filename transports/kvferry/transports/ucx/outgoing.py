@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from kvferry.core.buffers import Buf, copy_into, page_aligned, total_nbytes
+from kvferry.core.buffers import Buf, as_bytes_view, copy_into, page_aligned, total_nbytes
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, TransportError
 from kvferry.transports.ucx.calls import address_of
@@ -212,7 +212,8 @@ class Outgoing:
         self, short: ShortWay, parts: Sequence[Buf], found: int | tuple[int, ...] | None, deadline: float
     ) -> int | None:
         """What a short way left: wait for what is under way, and send the rest."""
-        lane, doing = self._lane, f"sending {len(parts)} parts"
+        lane, nbytes = self._lane, sum(as_bytes_view(part).nbytes for part in parts)
+        doing = f"sending {nbytes} bytes in {len(parts)} parts"
         assert lane is not None
         while type(found) is tuple:
             status, posted, *handles = found
