@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import pytest
 import trustme
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import CapacityError, ProtocolError, TransportError
+from kvferry.core.errors import CapacityError, ProtocolError, SpecMismatchError, TransportError
 from kvferry.core.memory import MemoryStore
 from kvferry.streaming import LayerSender
 from kvferry.testing.prompt_kv import PromptKV, kv_spec
@@ -267,6 +268,28 @@ def test_c111_a_peer_that_comes_back_with_fewer_blocks() -> None:
             _refuses_block(end, PromptKV(spec, 9 * tokens, seed=4), 9)
             stats = small.stats()
             assert (stats.leases, stats.pinned_nbytes) == (0, 0)
+
+
+def test_c111_ranks_of_one_peer_with_other_numbers_of_blocks() -> None:
+    """Each takes what its own store holds; none takes the other's for its own."""
+    specs = [dataclasses.replace(kv_spec(), tp_rank=rank, tp_size=2) for rank in range(2)]
+    counts = [10, 4]
+    with contextlib.ExitStack() as stack:
+        stores = [stack.enter_context(contextlib.closing(MemoryStore(n * 4096))) for n in counts]
+        ends = [
+            stack.enter_context(DecodeEnd("tcp://127.0.0.1:0", store, spec))
+            for store, spec in zip(stores, specs, strict=True)
+        ]
+        for end, spec, count in zip(ends, specs, counts, strict=True):
+            kv = PromptKV(spec, count * spec.block_tokens, seed=count)
+            _stream(end, kv)
+            _assert_holds(end, kv)
+        with pytest.raises(CapacityError):
+            _stream(ends[1], PromptKV(specs[1], 10 * specs[1].block_tokens, seed=5))
+        _refuses_block(ends[1], PromptKV(specs[1], 4 * specs[1].block_tokens, seed=6), 4)
+        with pytest.raises(SpecMismatchError):
+            _stream(ends[0], PromptKV(specs[1], specs[1].block_tokens, seed=7))
+        assert [(s.stats().leases, s.stats().pinned_nbytes) for s in stores] == [(0, 0)] * 2
 
 
 def _refuses_block(end: DecodeEnd, kv: PromptKV, block: int) -> None:

@@ -35,3 +35,16 @@ def test_split_over_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert prefill.choices[split.addresses["kv"]].startswith("unix, both ends are on one host; not ucx:")
         assert prefill.choices[split.addresses["prefill"]].startswith("unix+tcp, offered to peers")
         assert decode.connections["unix"] >= 1
+
+
+def test_split_over_ucx(tmp_path: Path) -> None:
+    """C121: the status of each worker says what UCX uses and who decided."""
+    pytest.importorskip("ucxx")
+    model = make_tiny(tmp_path / "tiny", max_positions=512)
+    with contextlib.closing(LocalEngine(load_model(model), chunk_tokens=64)) as engine:
+        expected = engine.generate(PROMPT, SamplingParams(max_tokens=8)).run()
+    with SplitDeployment(model, SETTINGS, listen="ucx://127.0.0.1:0?tls=posix,cma") as split:
+        assert split.complete(PROMPT, max_tokens=8)["kvferry"]["token_ids"] == expected
+        for role in ("prefill", "decode"):
+            (line,) = split.status(role).choices.values()
+            assert "UCX_TLS=posix,cma (address)" in line

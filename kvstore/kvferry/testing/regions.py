@@ -157,6 +157,7 @@ class RegionSuite(ABC):
     @pytest.mark.parametrize("access", ["read", "write"])
     @pytest.mark.parametrize("nbytes", SIZES)
     def test_bytes_arrive_and_nothing_else_is_touched(self, nbytes: int, access: Access) -> None:
+        """Case C097."""
         data = random_bytes(nbytes := self.largest_nbytes if nbytes == LARGEST else nbytes)
         theirs = self._memory(max(1, nbytes), GUARD if access == "write" or not nbytes else data)
         mine = self._memory(nbytes, data if access == "write" else 0)

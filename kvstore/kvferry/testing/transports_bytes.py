@@ -27,6 +27,7 @@ class TransportBytes(TransportFixtures):
 
     @pytest.mark.parametrize("nbytes", SIZES)
     def test_bytes_arrive_and_nothing_else_is_touched(self, pool: ThreadPoolExecutor, nbytes: int) -> None:
+        """Case C097."""
         data = random_bytes(nbytes := self.largest_nbytes if nbytes == LARGEST else nbytes)
         whole = np.full(nbytes + 2 * GUARD_NBYTES, GUARD, np.uint8)
         target = whole.data[GUARD_NBYTES : GUARD_NBYTES + nbytes]
@@ -36,6 +37,26 @@ class TransportBytes(TransportFixtures):
         assert np.array_equal(whole[GUARD_NBYTES:-GUARD_NBYTES], data)
         assert (whole[:GUARD_NBYTES] == GUARD).all()
         assert (whole[-GUARD_NBYTES:] == GUARD).all()
+
+    def test_scattered_bytes_of_every_size(self, pool: ThreadPoolExecutor) -> None:
+        """Case C097: each size as three parts into three views, cut elsewhere, with guards between them."""
+        with self.connected() as ends:
+            for nbytes in SIZES:
+                if nbytes == LARGEST:
+                    continue
+                data = random_bytes(nbytes)
+                first, second = nbytes // 3, nbytes - nbytes // 5
+                whole = np.full(nbytes + 4 * GUARD_NBYTES, GUARD, np.uint8)
+                places = [
+                    slice(start + (n + 1) * GUARD_NBYTES, end + (n + 1) * GUARD_NBYTES)
+                    for n, (start, end) in enumerate([(0, first), (first, second), (second, nbytes)])
+                ]
+                parts = [data[: nbytes // 2], data[nbytes // 2 : nbytes - 1], data[max(0, nbytes - 1) :]]
+                self.transfer(pool, ends, parts, [whole.data[place] for place in places])
+                assert np.array_equal(np.concatenate([whole[place] for place in places]), data), nbytes
+                for place in places:
+                    whole[place] = GUARD
+                assert (whole == GUARD).all(), nbytes
 
     def test_parts_and_views_need_not_match(self, pool: ThreadPoolExecutor) -> None:
         sizes_out = [0, 1, 300_000, 0, 7, 64, 4096, 100_000, 0]

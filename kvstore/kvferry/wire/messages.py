@@ -428,8 +428,8 @@ class StatusReport(Message, frozen=True, tag="status_report"):
 
     ``waiting`` counts requests that were taken but do not run yet, ``streams`` the KV streams open, which
     have brought ``streams_nbytes`` so far. A worker that dials or listens on ``auto`` addresses also sends
-    ``choices``, what was chosen for each of them and why, and ``connections``, how many peers are connected
-    to its ports by transport.
+    ``choices``, what was chosen for each of them and why (and how UCX is set, where it is in use), and
+    ``connections``, how many peers are connected to its ports by transport.
     ``stream_codec`` says how streams are encoded, and why; ``codec_links`` has the figures behind it.
     """
 

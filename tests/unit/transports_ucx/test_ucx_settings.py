@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, PluginUnavailableError
-from kvferry.transports import registry
-from kvferry.transports.ucx import UcxTransport, effective_settings, library, rdma, rdma_remedy
+from kvferry.transports import choices, registry
+from kvferry.transports.choices import uses
+from kvferry.transports.ucx import UcxTransport, context, effective_settings, library, rdma, rdma_remedy
 from kvferry.transports.ucx.context import get_context
 from kvferry.transports.ucx.settings import DEFAULTS, Options, context_config, parse_address
 
@@ -82,6 +84,21 @@ def test_effective_settings_say_who_decided(monkeypatch: pytest.MonkeyPatch) -> 
     assert {name for name, _ in report.transports} == {"tcp"}
     assert Path(report.path).name.startswith("libucp.so")
     assert report.version.count(".") == 2
+
+
+def test_the_status_of_a_process_says_what_took_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C121: what workers report; with whose word each is."""
+    monkeypatch.setattr(context, "_contexts", {})
+    monkeypatch.setattr(choices, "_uses", {})
+    assert uses() == {}
+    get_context(parse_address("ucx://127.0.0.1:1?tls=posix,cma")[1])
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    for _ in range(2):
+        get_context(Options())
+    first, second = uses().values()
+    assert re.match(r"UCX [0-9.]+ over .*posix/.*; .*UCX_TLS=posix,cma \(address\)", first)
+    assert "UCX_TLS=tcp (environment)" in second
+    assert "UCX_TCP_TX_SEG_SIZE=256k (kvferry)" in second
 
 
 def test_rdma_that_is_not_there_is_asked_found_and_how_to_fix() -> None:

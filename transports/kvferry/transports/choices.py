@@ -19,6 +19,8 @@ __all__ = [
     "explain",
     "recent_choices",
     "record_choice",
+    "record_use",
+    "uses",
     "withdraw_region",
 ]
 
@@ -68,6 +70,7 @@ def explain(connection: Connection) -> Choice | None:
 
 _lock: Final = threading.Lock()
 _recent: Final[OrderedDict[str, Choice]] = OrderedDict()
+_uses: dict[str, str] = {}
 _said: Final[OrderedDict[Hashable, None]] = OrderedDict()
 _regions: Final[dict[str, int]] = {}
 
@@ -101,6 +104,18 @@ def recent_choices() -> dict[str, Choice]:
     """The last choice for each address that this process dialled or listens on, at most 64; oldest first."""
     with _lock:
         return dict(_recent)
+
+
+def record_use(what: str, how: str) -> None:
+    """This process uses a library with settings of its own, which its status tells from now on."""
+    with _lock:
+        _uses[what] = how
+
+
+def uses() -> dict[str, str]:
+    """Libraries with settings that this process uses: which of them took effect, and who decided."""
+    with _lock:
+        return dict(_uses)
 
 
 def announce_region(name: str) -> None:

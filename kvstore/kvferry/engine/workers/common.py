@@ -40,6 +40,7 @@ from kvferry.store.device import PoolOptions
 from kvferry.streaming import STREAM_CAPABILITIES, STREAM_WINDOWS, StreamCodec, codec_capabilities
 from kvferry.transports import RegionTransport, recent_choices, region_registry
 from kvferry.transports import registry as transports
+from kvferry.transports.choices import uses
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
 from kvferry.wire.link_status import CodecCandidate, CodecLink
 from kvferry.wire.messages import Description, SamplingParams, StatusReport
@@ -134,7 +135,7 @@ class Engine:
             store_quarantined_nbytes=stats.quarantined_nbytes,
             store_leases=stats.leases,
             streams_nbytes=streams_nbytes,
-            choices=choices,
+            choices=choices | uses(),
             connections=dict(connections) if choices else {},
             stream_codec="" if codec is None else codec.describe(),
             codec_links=() if codec is None else _codec_links(codec),

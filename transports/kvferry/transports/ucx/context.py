@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvferry.core.errors import CapacityError, ConfigError, ConnectError
+from kvferry.transports.choices import record_use
 from kvferry.transports.ucx.library import Library, library
 from kvferry.transports.ucx.rdma import kinds, rdma_remedy
 from kvferry.transports.ucx.settings import DEFAULTS, Options, context_config, parse_address, source_of
@@ -99,12 +100,22 @@ def get_context(options: Options) -> Context:
         if key not in _contexts:
             try:
                 _contexts[key] = _new_context(config)
+                record_use(f"ucx {len(_contexts)}", _use_of(_contexts[key], options))
             except CapacityError as error:  # of descriptors
                 raise ConnectError(f"UCX is left alone, it would end this process: {error}") from error
         context = _contexts[key]
     if options.require and options.require not in kinds(context.names):
         raise ConfigError(_missing(options, context))
     return context
+
+
+def _use_of(context: Context, options: Options) -> str:
+    """What a status says of it: the transports, and everything that UCX was told, with whose word it is."""
+    ways = ", ".join("/".join(pair) for pair in context.transports)
+    told = ", ".join(
+        f"UCX_{name}={value} ({source_of(name, options)})" for name, value in _told(context.config).items()
+    )
+    return f"UCX {context.ucx.version} over {ways}; {told}"
 
 
 def _new_context(config: dict[str, str]) -> Context:
