@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import msgspec
+
 from kvferry.client.staging import Staging
 from kvferry.core.buffers import Buf
 from kvferry.core.errors import KVFerryError, ProtocolError, error_from_code
@@ -107,6 +109,21 @@ class Line:
             raise self.wrong(f"answered with {type(found).__name__} where {reply.__name__} was due")
         self.answered = True
         return incoming
+
+    def open(self, request: d.OpenNamespace, name: tuple[bytes, bool], deadline: float) -> d.NamespaceOpened:
+        """Open a namespace on it, in the place of the oldest if there are as many as there may be.
+
+        Raises:
+            KVFerryError: As :meth:`Channel.call`.
+        """
+        oldest = next(iter(self.opened)) if len(self.opened) >= d.MOST_NAMESPACES else None
+        if oldest is not None:
+            request = msgspec.structs.replace(request, instead_of=self.opened[oldest].namespace)
+        found = self.call(request, d.NamespaceOpened, deadline)
+        if oldest is not None:
+            del self.opened[oldest]
+        self.opened[name] = found
+        return found
 
     def has_staging(self, staging: Staging, deadline: float) -> bool:
         """Whether the daemon can copy out of staging memory; it is given to it if it has not been.

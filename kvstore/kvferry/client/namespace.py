@@ -434,7 +434,7 @@ class ClientNamespace:
                 spec=self.spec, scope=self.scope, namespace_id=self.namespace_id,
                 lossless=msgspec.UNSET if self.takes_lossy else True,
             )  # fmt: skip
-            found = line.opened[name] = line.call(request, d.NamespaceOpened, deadline)
+            found = line.open(request, name, deadline)
         return found
 
     @staticmethod

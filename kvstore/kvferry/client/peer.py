@@ -217,7 +217,7 @@ class PeerClient:
                 request = d.OpenNamespace(
                     spec=wanted.spec, scope=wanted.scope, namespace_id=wanted.namespace_id
                 )
-                opened = line.opened[name] = line.call(request, d.NamespaceOpened, deadline)
+                opened = line.open(request, name, deadline)
             yield line, opened.namespace
 
     def _require_guarded(self, line: Line) -> None:

@@ -183,23 +183,31 @@ class DaemonHttp:
 
     def _app(self) -> ASGIApp:
         app = Starlette(routes=self.routes(), exception_handlers={HTTPException: self._http_error})
+        app.router.redirect_slashes = False  # a path is one of those, or there is none
         return self._for_known_hosts(app)
 
     def _for_known_hosts(self, app: ASGIApp) -> ASGIApp:
-        """Answers only those who name this host by an address of it or as localhost.
+        """Answers only those who name this host by an address of it or as localhost, with one length.
 
         A web page elsewhere that has its own name resolved to a loopback address gets nothing.
         """
         own = self._server.address.host
 
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-            named = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"host"), "")
-            if _is_address(named) or _host(named) in ("localhost", own):
+            headers = dict(scope["headers"])
+            named = headers.get(b"host", b"").decode("latin-1").lower()
+            if headers.keys() >= {b"content-length", b"transfer-encoding"}:  # a proxy may see another end
+                text = "the request has two lengths, Content-Length and Transfer-Encoding"
+                response = _refusal(400, "bad_request", text)
+                response.headers["connection"] = "close"
+            elif _is_address(named) or _host(named) in ("localhost", own):
                 await app(scope, receive, send)
                 return
-            self._requests.labels(path="other", code="421").inc()
-            text = "this port answers to its address or to localhost, not to other host names"
-            await _refusal(421, "wrong_host", text)(scope, receive, send)
+            else:
+                text = "this port answers to its address or to localhost, not to other host names"
+                response = _refusal(421, "wrong_host", text)
+            self._requests.labels(path="other", code=str(response.status_code)).inc()
+            await response(scope, receive, send)
 
         return checked
 

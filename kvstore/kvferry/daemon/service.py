@@ -21,7 +21,6 @@ from kvferry.core.errors import (
     ProtocolError,
     RequestCancelledError,
     RequestError,
-    SpecMismatchError,
 )
 from kvferry.core.keys import BlockKey, split_keys
 from kvferry.core.leases import SlotReadLease
@@ -29,6 +28,7 @@ from kvferry.core.memory_namespace import MemoryNamespace
 from kvferry.core.open_files import lack_of_files
 from kvferry.core.segments import Slot
 from kvferry.core.write_leases import SlotWriteLease
+from kvferry.daemon.opened import OpenedNamespaces
 from kvferry.daemon.peer_requests import has_blocks, read_blocks, remove_blocks, write_blocks
 from kvferry.daemon.staging import Staging
 from kvferry.daemon.verbs import require_leave, verb_of
@@ -49,7 +49,6 @@ _SLOT: Final = struct.Struct("<3Q")
 _IDLE_S: Final = 3600.0
 _SEND_S: Final = 10.0
 _SLOWEST: Final = 10e6  # bytes a second below which a client counts as stuck
-_MAX_NAMESPACES: Final = 1024
 _MOST_IN_ONE_NBYTES: Final = 16 << 20  # of a save in one frame, what is stored already included
 
 
@@ -86,9 +85,6 @@ class Service:
         stages = can_share_arena(channel) and grant.allows("write") and not self._fills
         self._staging = Staging(channel, may_stage=stages)
         self._offer = ArenaOffer(channel, store.arena, may_write=may_write)
-        self._namespaces: list[MemoryNamespace] = []
-        self._by_id: dict[tuple[bytes, bool], int] = {}  # by id, and whether it takes lossy blocks
-        self._to_peer: dict[tuple[int, bool], MemoryNamespace] = {}
         self._moved = (0, 0)  # blocks and bytes of the request that is being answered
         self._ended: tuple[int, ...] = ()  # leases whose end came with it, and is still to be done
         try:
@@ -96,6 +92,7 @@ class Service:
         except BaseException:
             node.tenants.leave(channel)
             raise
+        self._namespaces = OpenedNamespaces(self._session.store, channel.address)
 
     def run(self) -> None:
         """Answer requests until the channel ends."""
@@ -197,20 +194,7 @@ class Service:
     # ---- namespaces ------------------------------------------------------------------------------
 
     def _open(self, message: d.OpenNamespace) -> Reply:
-        takes_lossy = message.lossless is not True
-        number = self._by_id.get((message.namespace_id, takes_lossy))
-        if number is None:
-            if len(self._namespaces) >= _MAX_NAMESPACES:
-                raise OverloadedError(f"a connection has at most {_MAX_NAMESPACES} namespaces")
-            namespace = self._session.store.namespace(message.spec, message.scope, takes_lossy=takes_lossy)
-            if namespace.namespace_id != message.namespace_id:
-                raise SpecMismatchError(
-                    f"the client computes namespace {message.namespace_id[:32].hex()} of "
-                    f"{message.spec.describe()}, the daemon {namespace.namespace_id.hex()}: they are of "
-                    "different versions, update one of them"
-                )
-            number = self._by_id[message.namespace_id, takes_lossy] = len(self._namespaces)
-            self._namespaces.append(namespace)
+        number = self._namespaces.open(message)
         shares = self._shares
         return Reply(
             d.NamespaceOpened(
@@ -218,36 +202,18 @@ class Service:
                 lease_s=self._node.lease_s,
                 shared=shares,
                 writable=self._fills,
-                lossless=msgspec.UNSET if takes_lossy else True,
+                lossless=True if message.lossless is True else msgspec.UNSET,
                 stages=True if self._staging.may_stage else msgspec.UNSET,
             )
         )
 
     def _namespace(self, number: int) -> MemoryNamespace:
-        if number >= len(self._namespaces):
-            raise ProtocolError(
-                f"{self._channel.address}: namespace {number} was not opened on this connection", remote=True
-            )
-        return self._namespaces[number]
+        return self._namespaces.get(number)
 
     # ---- another daemon --------------------------------------------------------------------------
 
-    def _for_peer(self, number: int, *, takes_lossy: bool = True) -> MemoryNamespace:
-        """A namespace as it answers a daemon: from tiers of its own, so that nothing goes round in a ring.
-
-        That daemon hears what has lost something, and knows what its own readers take. What it writes is
-        stored in the place of what has lost something, unless it has lost something itself.
-        """
-        found = self._to_peer.get((number, takes_lossy))
-        if found is None:
-            own = self._namespace(number)
-            found = self._session.store.namespace(own.spec, own.scope, takes_lossy=takes_lossy)
-            found.local_only = True
-            self._to_peer[number, takes_lossy] = found
-        return found
-
     def _ask_peer(self, message: d.AskPeer) -> Reply:
-        namespace = self._for_peer(message.namespace)
+        namespace = self._namespaces.for_peer(message.namespace)
         if message.verb == "has":
             return Reply(has_blocks(namespace, split_keys(message.keys)))
         if message.verb == "remove":
@@ -261,7 +227,7 @@ class Service:
     def _write_peer(self, message: d.WritePeer, incoming: Incoming) -> Reply:
         self._require_taking()
         self._moved = (len(message.lossy), incoming.payload_nbytes)
-        namespace = self._for_peer(message.namespace, takes_lossy=False)
+        namespace = self._namespaces.for_peer(message.namespace, takes_lossy=False)
         return Reply(write_blocks(namespace, message, incoming, self._channel.address))
 
     def _attach(self, incoming: Incoming) -> None:

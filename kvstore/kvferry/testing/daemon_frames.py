@@ -10,7 +10,7 @@ from kvferry.wire import daemon_messages as d
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Message
 
-__all__ = ["daemon_frames", "frames_of_loss"]
+__all__ = ["daemon_frames", "frame_of_place", "frames_of_loss"]
 
 
 def daemon_frames(spec: KVSpec, scope: KeyScope) -> list[tuple[Message, bytes]]:
@@ -66,3 +66,8 @@ def frames_of_loss(spec: KVSpec, handoff: m.Handoff) -> list[Message]:
         d.Loaded(blocks=3, expires_at=1.5, lossy=(0, 2)),
         d.FoundLease(kind="read", keys=bytes(32), lossy=(0,)),
     ]
+
+
+def frame_of_place(spec: KVSpec) -> Message:
+    """A namespace that takes the place of another, which few connections need."""
+    return d.OpenNamespace(spec=spec, namespace_id=bytes(32), instead_of=300)

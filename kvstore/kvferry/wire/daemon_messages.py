@@ -18,6 +18,7 @@ from kvferry.wire.messages import Count, Message, Moment, Seconds, Word
 from kvferry.wire.spec_check import check_spec
 
 __all__ = [
+    "MOST_NAMESPACES",
     "SLOT_NBYTES",
     "TENANTS",
     "AskPeer",
@@ -58,11 +59,16 @@ __all__ = [
 TENANTS = "tenants"
 """The capability: this daemon wants a token of everybody, from which the tenant follows."""
 
+MOST_NAMESPACES = 1024
+"""Namespaces that a connection may have opened at a time."""
+
 SLOT_NBYTES = 24
 """A slot in a message: segment, offset and generation, each a little-endian u64."""
 
 Keys: TypeAlias = bytes
 """Keys of 32 bytes each, one behind the other."""
+Position: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+"""Number of a block in its chain; -1 if it is not known."""
 PeerVerb: TypeAlias = Literal["has", "read", "remove"]
 Verb: TypeAlias = Literal["prefetch", "pin", "unpin", "remove", "clear"]
 
@@ -88,12 +94,15 @@ class OpenNamespace(Request, frozen=True, kw_only=True, tag="open_namespace"):
     """The whole spec and scope, and the namespace id that the client computed from them.
 
     With ``lossless`` every verb on its number leaves out what has lost something; the answer must say so too.
+    With ``instead_of`` it takes the number of another one, which is open on the connection no more: there may
+    be :data:`MOST_NAMESPACES` at a time.
     """
 
     spec: KVSpec
     scope: KeyScope = KeyScope()
     namespace_id: bytes
     lossless: bool | msgspec.UnsetType = msgspec.UNSET
+    instead_of: Count | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         check_spec(self.spec)
@@ -345,7 +354,7 @@ class PeerBlocks(Message, frozen=True, tag="peer_blocks"):
     asked: Count
     keys: Keys = b""
     parents: tuple[bytes | None, ...] = ()
-    positions: tuple[int, ...] = ()
+    positions: tuple[Position, ...] = ()
     lossy: bytes = b""
     expires_at: Moment = 0.0
 
@@ -362,7 +371,7 @@ class WritePeer(Request, frozen=True, kw_only=True, tag="write_peer"):
     namespace: Count
     keys: Keys
     parents: tuple[bytes | None, ...]
-    positions: tuple[int, ...]
+    positions: tuple[Position, ...]
     lossy: bytes
     timeout_s: Seconds
 

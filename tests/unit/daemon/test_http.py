@@ -197,10 +197,26 @@ def test_other_host_names_and_paths_are_refused(running: Running) -> None:
     head = b"GET /status HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n"
     assert exchange(running, head % b"evil.example:8451").startswith(b"HTTP/1.1 421")
     assert exchange(running, head % b"localhost:8451").startswith(b"HTTP/1.1 200")
+    assert exchange(running, head % b"LocalHost").startswith(b"HTTP/1.1 200")
+    for path in ("/status/", "/admin/clear/", "//status"):
+        with pytest.raises(RequestError, match="404"):
+            running.port.ask("GET", path)
     with pytest.raises(RequestError, match=r"404.*no such path"):
         running.port.ask("GET", "/nothing")
     with pytest.raises(RequestError, match="405"):
         running.port.ask("POST", "/status", b"{}")
+
+
+def test_a_request_of_two_lengths_is_refused_and_what_follows_is_no_request(running: Running) -> None:
+    """A proxy may take the other one, and let through what it takes for a body."""
+    token = f"Bearer {running.token}".encode()
+    head = b"POST /admin/drain HTTP/1.1\r\nHost: localhost\r\nAuthorization: %s\r\n" % token
+    two = head + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    one = head + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}"
+    answer = exchange(running, two + one)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert not running.daemon.draining
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,19 @@ def test_a_block_larger_than_the_cap_is_said_once(tmp_path: Path, caplog: pytest
     tier.close()
 
 
+def test_many_that_are_too_large_are_a_line_and_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client names as many models as it likes: each was a line of the log."""
+    tier = DiskTier("disk", DiskOptions((str(tmp_path),), 64 << 10))
+    for number in range(100):
+        opened(tier, small_spec(f"large-{number}", pages=64, layers=4))
+    assert len(lines(caplog)) == 1
+    tier.close()
+    assert len(lines(caplog)) == 2
+    assert "99 more" in lines(caplog)[1]
+
+
 def test_files_of_others_that_leave_no_room_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,7 @@ import xxhash
 from kvferry import transports
 from kvferry.core.clock import deadline_in
 from kvferry.core.spec import DType, KeyScope, KVSpec, LayerSpec, TensorSpec
-from kvferry.testing.daemon_frames import daemon_frames, frames_of_loss
+from kvferry.testing.daemon_frames import daemon_frames, frame_of_place, frames_of_loss
 from kvferry.transports import Connection
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire import messages as m
@@ -204,6 +204,7 @@ def _examples() -> list[Example]:
         ),
         *(Example(str(one.__struct_config__.tag), one, data, 5) for one, data in daemon_frames(spec, scope)),
         *(Example(f"{one.__struct_config__.tag}, loss", one) for one in frames_of_loss(spec, handoff)),
+        Example("open_namespace, instead", frame_of_place(spec)),
     ]
 
 

@@ -77,7 +77,9 @@ _FIELDS: Final = {
 def write_fields(
     parent: BlockKey | None, position: int, checksum: int, key: BlockKey = _ANY_KEY, version: int = PLAIN
 ) -> bytes:
-    """The start of a header, behind its length."""
+    """The start of a header, behind its length; a position that has no place in it is not known."""
+    if not 0 <= position < 10**_POSITION_DIGITS:  # of another daemon, or a store of others
+        position = -1
     parent_hex = b"" if parent is None else parent.hex().encode()
     return _FIELDS[version] % (key.hex().encode(), parent_hex, position, checksum)
 

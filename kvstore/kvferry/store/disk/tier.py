@@ -15,6 +15,7 @@ from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import BlockKey
+from kvferry.core.log import LogLimiter
 from kvferry.store.batch_checks import READ_COUNTERS, WRITE_COUNTERS, require_reads, require_writes
 from kvferry.store.disk.batches import (
     Missing,
@@ -121,6 +122,7 @@ class DiskTier(Tier):
             index.drop_root(root.number)  # until it was looked through
         self._state = DiskState(options, self.files, index, roots, problems, self.codec)
         self._writes = Writes(self._state)
+        self._limiter = LogLimiter(_log)
         self._told: dict[TierNamespace, NamespaceIndex] = {}
         self._readers = IoPool(f"kvferry-{name}-read", options.read_threads)
         # one more gets ready while the others write
@@ -262,7 +264,9 @@ class DiskTier(Tier):
                 notes.pop(next(iter(notes)))
             key = f"{namespace.spec.model} {namespace.namespace_id.hex()[:16]}…"
             if key not in self._notes:
-                _log.warning("tier %s: %s: %s", self.name, namespace.spec.model, text)
+                self._limiter.log(
+                    logging.WARNING, "too large", "tier %s: %s: %s", self.name, namespace.spec.model, text
+                )
             notes[key] = text
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
@@ -461,6 +465,7 @@ class DiskTier(Tier):
         hanging = [*self._readers.close(deadline), *self._writers.close(deadline)]
         if not self._maintenance.close(deadline):
             hanging.append("maintain")
+        self._limiter.flush()
         if hanging:
             _log.warning("tier %s: threads hang in the device and are left behind: %s", self.name, hanging)
         for root in self._state.roots:
