@@ -1,7 +1,7 @@
 """Paired, interleaved runs: subject and baselines in turn, round by round.
 
 The machines that we measure on vary by a third within minutes, so only figures of one round are
-compared. The order turns from round to round, and every other one runs backwards, so that none always runs
+compared. The order changes from turn to turn, and every other one runs backwards, so that none always runs
 first, or always behind the same other one.
 """
 
@@ -26,15 +26,18 @@ def run_paired(
     *,
     runs: int = MIN_RUNS,
     warmup: int = 1,
+    turns: int = 1,
     progress: Progress = _silent,
     label: str = "",
 ) -> dict[str, list[Sample]]:
-    """Run all ``subjects`` once a round.
+    """Run all ``subjects`` in each round.
 
     Args:
         subjects: What to time, by name; the subject and its baselines.
         runs: Rounds that count.
         warmup: Rounds before them that do not.
+        turns: How often each is run in a round, whose sample is that of all of them. The shorter a turn is,
+            the more alike is the machine that all of a round find.
         progress: Called after each single run with the label, how many are done and how many there are.
         label: What is being measured, for ``progress``.
 
@@ -43,15 +46,16 @@ def run_paired(
     """
     names = list(subjects)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    total = (warmup + runs) * len(names)
+    total = (warmup + runs) * turns * len(names)
     done = 0
-    for round_number in range(warmup + runs):
-        shift = round_number // 2 % len(names)
+    for turn in range((warmup + runs) * turns):
+        shift = turn // 2 % len(names)
         order = names[shift:] + names[:shift]
-        for name in reversed(order) if round_number % 2 else order:
-            sample = subjects[name]()
-            if round_number >= warmup:
-                samples[name].append(sample)
+        for name in reversed(order) if turn % 2 else order:
+            samples[name].append(subjects[name]())
             done += 1
             progress(label, done, total)
-    return samples
+    return {
+        name: [Sample.of_all(found[at : at + turns]) for at in range(warmup * turns, len(found), turns)]
+        for name, found in samples.items()
+    }

@@ -30,6 +30,17 @@ class Sample:
     cpu_s: float | None = None
     latencies: tuple[float, ...] = ()
 
+    @classmethod
+    def of_all(cls, samples: Sequence[Sample]) -> Sample:
+        """One of all ``samples``, as if they had been one run."""
+        cpu_s = [sample.cpu_s for sample in samples if sample.cpu_s is not None]
+        return cls(
+            sum(sample.seconds for sample in samples),
+            sum(sample.nbytes for sample in samples),
+            sum(cpu_s) if len(cpu_s) == len(samples) else None,
+            tuple(second for sample in samples for second in sample.latencies),
+        )
+
     @property
     def gb_per_s(self) -> float:
         """Bytes moved over time, in 1e9 bytes a second."""

@@ -15,7 +15,7 @@ import pytest
 from kvferry.bench.link.bare import BareLink, BareServer, Certificates, Kind
 from kvferry.bench.link.channel import Link
 from kvferry.bench.link.ends import LinkEnds, make_certificates
-from kvferry.bench.link.memory import LinkMemory, parts_at_once, timed
+from kvferry.bench.link.memory import LinkMemory, MemoryPool, parts_at_once, timed
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.link.peer import bare_ports, open_servers
 from kvferry.bench.link.requests import Operation, Request
@@ -24,6 +24,7 @@ from kvferry.bench.link.service import LinkService
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Sample
 from kvferry.bench.scenarios.transport import SCENARIOS, TransportOptions
+from kvferry.bench.scenarios.transport_link import with_options
 from kvferry.core import deadline_in
 from kvferry.core.config import Config
 from kvferry.core.errors import (
@@ -63,7 +64,7 @@ class Serving:
         self.server = ChannelServer("tcp://127.0.0.1:0", options, service.serve, name="bench-test")
 
     def link(self, *, checksum: bool = True) -> Link:
-        return Link(self.server.address, NBYTES, WALK, checksum=checksum)
+        return Link(self.server.address, LinkMemory(NBYTES, WALK), checksum=checksum)
 
 
 @pytest.fixture
@@ -179,6 +180,43 @@ def test_memory_walks_and_compares() -> None:
         LinkMemory(1000, WALK)
 
 
+def test_connections_that_take_turns_find_the_same_memory() -> None:
+    pool = MemoryPool()
+    one, other = pool.of(NBYTES, WALK), pool.of(NBYTES, WALK)
+    memory = one.take()
+    assert other.take() is not memory  # both at once
+    one.give_back(memory)
+    assert other.take() is memory
+    assert pool.of(2 * NBYTES, WALK).take().nbytes == 2 * NBYTES
+    del one, other, memory
+    assert not pool._sizes  # nobody uses it any more
+
+
+def test_a_bare_socket_and_channels_of_one_peer_use_the_same_memory() -> None:
+    made: list[LinkMemory] = []
+
+    class Counted(LinkMemory):
+        def __init__(self, nbytes: int, walk_nbytes: int) -> None:
+            super().__init__(nbytes, walk_nbytes)
+            made.append(self)
+
+    server = open_servers("tcp://127.0.0.1:0?lanes=2", bare_walk_nbytes=WALK)
+    own = LinkMemory(NBYTES, WALK)
+    one, two = (Link(with_options(server.address, lanes=n), own, checksum=False) for n in ("1", "2"))
+    channel = Channel.connect(server.address, ChannelOptions(role="b", session="b"), deadline_in(20))
+    bare = BareLink("tcp", ("127.0.0.1", bare_ports(channel)["tcp"]), own)
+    channel.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvferry.bench.link.memory.LinkMemory", Counted)
+        for _ in range(2):
+            for put in (one.put, two.put, bare.put):
+                assert put(1, 3).nbytes == 3 * NBYTES
+    assert len(made) == 1
+    for close in (one.close, two.close, bare.close):
+        close()
+    server.close()
+
+
 def test_parts_at_once_fit_into_the_walk() -> None:
     assert parts_at_once(16 << 20, 32, 256 << 20) == 16
     assert parts_at_once(64 << 10, 32, 256 << 20) == 32
@@ -211,7 +249,7 @@ def test_bare_sockets_move_the_same(kind: Kind, tmp_path: Path) -> None:
     where: tuple[str, int] | str = str(tmp_path / "s") if kind == "unix" else ("127.0.0.1", 0)
     server = BareServer(kind, where, WALK, certificates)
     address = where if isinstance(where, str) else ("127.0.0.1", server.port)
-    bare = BareLink(kind, address, NBYTES, WALK, certificates=certificates)
+    bare = BareLink(kind, address, LinkMemory(NBYTES, WALK), certificates=certificates)
     sample = bare.put(3, 5)
     assert isinstance(sample, Sample)
     assert sample.nbytes == 15 * NBYTES
@@ -229,7 +267,7 @@ def test_bare_tls_needs_its_files() -> None:
     assert Certificates("a", "b", "c").options == "cert=a&key=b&ca=c"
     server = BareServer("tcp", ("127.0.0.1", 0), WALK)
     with pytest.raises(ConfigError, match="certificates"):
-        BareLink("tls", ("127.0.0.1", server.port), NBYTES, WALK)
+        BareLink("tls", ("127.0.0.1", server.port), LinkMemory(NBYTES, WALK))
     server.close()
 
 
@@ -238,7 +276,7 @@ def test_a_peer_names_the_port_of_its_bare_socket() -> None:
     channel = Channel.connect(server.address, ChannelOptions(role="b", session="b"), deadline_in(20))
     ports = bare_ports(channel)
     channel.close()
-    bare = BareLink("tcp", ("127.0.0.1", ports["tcp"]), NBYTES, WALK)
+    bare = BareLink("tcp", ("127.0.0.1", ports["tcp"]), LinkMemory(NBYTES, WALK))
     assert bare.put(1, 1).nbytes == NBYTES
     bare.close()
     server.close()

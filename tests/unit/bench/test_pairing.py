@@ -47,6 +47,24 @@ def test_none_always_comes_first_or_behind_the_same_other_one() -> None:
     assert all(behind[pair] == behind[pair[::-1]] for pair in behind)
 
 
+def test_a_round_of_several_turns_is_one_sample() -> None:
+    order: list[str] = []
+
+    def subject(name: str) -> Sample:
+        order.append(name)
+        seconds = float(len(order))
+        return Sample(seconds, 10, 0.5 if name == "a" else None, (seconds,))
+
+    subjects = {"a": lambda: subject("a"), "b": lambda: subject("b")}
+    samples = run_paired(subjects, runs=2, warmup=1, turns=2)
+    assert "".join(order) == "abbabaababba"
+    assert samples["a"] == [
+        Sample(6.0 + 7.0, 20, 1.0, (6.0, 7.0)),
+        Sample(9.0 + 12.0, 20, 1.0, (9.0, 12.0)),
+    ]
+    assert samples["b"][0] == Sample(5.0 + 8.0, 20, None, (5.0, 8.0))
+
+
 def test_ceilings_move_what_they_say() -> None:
     memcpy = MemcpyCold(1 << 20, 4)()
     assert memcpy.nbytes == 4 << 20

@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.bench.link.serve import serve_link
 from kvferry.bench.registry import Options
-from kvferry.bench.scenarios import transport_link
+from kvferry.bench.scenarios import transport_link, transport_rate
 from kvferry.bench.scenarios.transport import TransportOptions
 from kvferry.core.config import Config
 from kvferry.core.errors import ConfigError
@@ -43,6 +43,16 @@ def test_a_bare_host_means_tcp_and_the_port_of_the_server() -> None:
 def test_lanes_beside_an_address_are_refused() -> None:
     with pytest.raises(ConfigError, match="part of the address"):
         TransportOptions.of(Options(params={"connect": "tcp://127.0.0.1:9", "lanes": "4"}))
+
+
+def test_the_rate_is_measured_with_the_lanes_that_were_asked_for() -> None:
+    def of(**params: str) -> tuple[int, ...]:
+        return TransportOptions.of(Options(params={"with": "none", **params})).rate_lanes
+
+    assert of() == (1, 4)
+    assert of(lanes="3") == (3,)
+    asked = TransportOptions.of(Options(params={"connect": "tcp://127.0.0.1:9?lanes=4"}))
+    assert transport_rate.lanes_of(asked) == (4,)
 
 
 def test_ends_are_apart_unless_they_may_be_anywhere() -> None:

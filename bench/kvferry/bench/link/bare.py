@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvferry.bench.link.memory import LinkMemory, timed
+from kvferry.bench.link.memory import LinkMemory, MemoryPool, SharedMemory, timed
 from kvferry.bench.link.requests import Operation
 from kvferry.bench.results import Sample
 from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError
@@ -117,8 +117,7 @@ class BareLink:
     Args:
         kind: Of the socket.
         address: ``(host, port)``, or the path of a unix socket.
-        nbytes: Of a part.
-        walk_nbytes: What each end walks through.
+        memory: Of this end; others may use it in turn with this.
         certificates: For ``tls``.
         server_cpu_s: Processor seconds of the other end so far.
     """
@@ -127,14 +126,13 @@ class BareLink:
         self,
         kind: Kind,
         address: tuple[str, int] | str,
-        nbytes: int,
-        walk_nbytes: int,
+        memory: LinkMemory,
         *,
         certificates: Certificates | None = None,
         server_cpu_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._memory = LinkMemory(nbytes, walk_nbytes)
-        self._nbytes = nbytes
+        self._memory = memory
+        self._nbytes = memory.nbytes
         self._server_cpu_s = server_cpu_s
         self._wire = _Wire(_dial(kind, address, certificates))
 
@@ -207,6 +205,7 @@ class BareServer:
         address: ``(host, 0)``, or the path of a unix socket.
         walk_nbytes: What each end walks through.
         certificates: For ``tls``.
+        pool: Memory that others use in turn with this; else its own.
     """
 
     def __init__(
@@ -215,7 +214,9 @@ class BareServer:
         address: tuple[str, int] | str,
         walk_nbytes: int,
         certificates: Certificates | None = None,
+        pool: MemoryPool | None = None,
     ) -> None:
+        self._pool = pool or MemoryPool()
         self._walk_nbytes = walk_nbytes
         self._context: ssl.SSLContext | None = None
         if kind == "unix":
@@ -264,19 +265,27 @@ class BareServer:
             self._answer(_Wire(sock))
 
     def _answer(self, wire: _Wire) -> None:
-        memory: LinkMemory | None = None
+        shared: SharedMemory | None = None
         while True:
             operation, batch, nbytes = wire.receive_header()
             if not 0 < nbytes * batch <= _MAX_NBYTES:
                 return
-            if memory is None or memory.nbytes != nbytes:
-                memory = LinkMemory(nbytes, self._walk_nbytes)
-            if operation is Operation.GET:
-                wire.send(operation, nbytes, memory.parts(batch)[1], batch)
-                continue
-            places = memory.places(batch)
-            wire.receive(places)
-            if operation is Operation.ECHO:
-                wire.send(operation, nbytes, places, batch)
-            else:
-                wire.ack()
+            if shared is None or shared.size[0] != nbytes:
+                shared = self._pool.of(nbytes, self._walk_nbytes)
+            memory = shared.take()
+            try:
+                _answer(wire, operation, batch, memory)
+            finally:
+                shared.give_back(memory)
+
+
+def _answer(wire: _Wire, operation: Operation, batch: int, memory: LinkMemory) -> None:
+    if operation is Operation.GET:
+        wire.send(operation, memory.nbytes, memory.parts(batch)[1], batch)
+        return
+    places = memory.places(batch)
+    wire.receive(places)
+    if operation is Operation.ECHO:
+        wire.send(operation, memory.nbytes, places, batch)
+    else:
+        wire.ack()

@@ -27,8 +27,7 @@ class Link:
 
     Args:
         address: Of the peer.
-        nbytes: Of a part.
-        walk_nbytes: What each end walks through.
+        memory: Of this end; others may use it in turn with this.
         checksum: Whether payloads carry one.
         verify: Whether every byte of every operation is compared by who received it, within its time.
         peer_cpu_s: Processor seconds of the peer so far, where they are known.
@@ -42,8 +41,7 @@ class Link:
     def __init__(
         self,
         address: str,
-        nbytes: int,
-        walk_nbytes: int,
+        memory: LinkMemory,
         *,
         checksum: bool,
         verify: bool = False,
@@ -51,8 +49,8 @@ class Link:
     ) -> None:
         self._address = address
         self._options = ChannelOptions(role="bench", session="bench", checksum=checksum)
-        self._memory = LinkMemory(nbytes, walk_nbytes)
-        self._nbytes = nbytes
+        self._memory = memory
+        self._nbytes = memory.nbytes
         self._peer_cpu_s = peer_cpu_s
         self._verify = verify
         self._channel: Channel | None = None

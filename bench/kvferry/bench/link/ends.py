@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvferry.bench.link.bare import BareLink, Certificates, Kind
+from kvferry.bench.link.memory import LinkMemory
 from kvferry.bench.link.peer import PeerProcess, bare_ports, open_servers
 from kvferry.bench.own_cpu import cpu_pair
 from kvferry.core.address import parse_url
@@ -43,13 +44,13 @@ class Ends:
     Attributes:
         address: Of the channel.
         cpu_s: Processor seconds of the process that serves it, if known.
-        bare: The baseline's name, and what makes it for parts of a size.
+        bare: The baseline's name, and what makes it with memory of this end.
         cpu: Of the end that measures, if each end has one of its own.
     """
 
     address: str
     cpu_s: Callable[[], float] | None = None
-    bare: tuple[str, Callable[[int], BareLink]] | None = None
+    bare: tuple[str, Callable[[LinkMemory], BareLink]] | None = None
     cpu: int | None = None
 
 
@@ -66,7 +67,6 @@ class LinkEnds:
         self._address = address
         self._stack = contextlib.ExitStack()
         self._found: dict[tuple[str, str, bool], Ends] = {}
-        self._bare: dict[tuple[str, bool], tuple[str, Callable[[int], BareLink]]] = {}
         self._ucxx: PeerProcess | None = None
         self._redis: RedisServer | None = None
         self._folder: Path | None = None
@@ -108,8 +108,7 @@ class LinkEnds:
         host = parse_url(self._address, default_port=0).host
         if port is None or not host:
             return Ends(self._address)
-        make = partial(BareLink, "tcp", (host, port), walk_nbytes=self._walk_nbytes)
-        return Ends(self._address, None, ("raw_socket", make))
+        return Ends(self._address, None, ("raw_socket", partial(BareLink, "tcp", (host, port))))
 
     def _local(self, scheme: str, options: str, cpus: tuple[int | None, int | None]) -> Ends:
         if scheme == "inproc":
@@ -121,32 +120,29 @@ class LinkEnds:
         place = str(self._path(f"channel-{len(self._found)}")) if scheme == "unix" else "127.0.0.1:0"
         url = f"{scheme}://{place}" + (f"?{query}" if query else "")
         here, there = cpus
-        peer = PeerProcess(self._walk_nbytes, listen=(url,), cpu=there)  # starts while the bare one does
-        self._stack.callback(peer.close)
-        bare = self._bare_of(scheme, certificates, there)
-        return Ends(peer.addresses[0], peer.cpu_s, bare, here)
-
-    def _bare_of(
-        self, scheme: str, certificates: Certificates | None, cpu: int | None
-    ) -> tuple[str, Callable[[int], BareLink]]:
         name, kind = _BARE[scheme]
-        key = (kind, cpu is not None)
-        if key not in self._bare:
-            where = str(self._path(f"bare-{len(self._bare)}")) if kind == "unix" else "127.0.0.1"
-            process = PeerProcess(
-                self._walk_nbytes, bare=((kind, where),), certificates=certificates, cpu=cpu
-            )
-            self._stack.callback(process.close)
-            make = partial(
-                BareLink,
-                kind,
-                process.bare[0],
-                walk_nbytes=self._walk_nbytes,
-                certificates=certificates,
-                server_cpu_s=process.cpu_s,
-            )
-            self._bare[key] = (name, make)
-        return self._bare[key]
+        where = f"{place}-bare" if kind == "unix" else "127.0.0.1"
+        bare: tuple[tuple[Kind, str], ...] = ((kind, where),)
+        # one process for both, so that they find the same memory; but UCX looks for progress without sleeping
+        apart = scheme == "ucx"
+        peer = self._process(listen=(url,), bare=() if apart else bare, certificates=certificates, cpu=there)
+        beside = self._process(bare=bare, cpu=there) if apart else peer
+        make = partial(
+            BareLink, kind, beside.bare[0], certificates=certificates, server_cpu_s=beside.cpu_s
+        )  # fmt: skip
+        return Ends(peer.addresses[0], peer.cpu_s, (name, make), here)
+
+    def _process(
+        self,
+        *,
+        listen: tuple[str, ...] = (),
+        bare: tuple[tuple[Kind, str], ...] = (),
+        certificates: Certificates | None = None,
+        cpu: int | None = None,
+    ) -> PeerProcess:
+        found = PeerProcess(self._walk_nbytes, listen=listen, bare=bare, certificates=certificates, cpu=cpu)
+        self._stack.callback(found.close)
+        return found
 
     def ucxx(self, tls: str, nbytes: int) -> UcxxLink:
         """Bare UCXX over ``tls``, with the options and the window of the transport ``ucx``."""

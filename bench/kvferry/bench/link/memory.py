@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -13,7 +17,9 @@ from kvferry.bench.results import Sample
 from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import ConfigError, CorruptBlockError, KVFerryError
 
-__all__ = ["LinkMemory", "parts_at_once", "timed"]
+__all__ = ["LinkMemory", "MemoryPool", "SharedMemory", "parts_at_once", "timed"]
+
+_RETURN_S = 0.01  # who has just answered is about to give its memory back
 
 
 def parts_at_once(nbytes: int, batch: int, walk_nbytes: int) -> int:
@@ -76,6 +82,47 @@ class LinkMemory:
         for n, place in enumerate(places):
             if not self.source.matches(first + n, place):
                 raise CorruptBlockError(f"part {first + n} of {self.nbytes} bytes arrived with other bytes")
+
+
+class SharedMemory:
+    """Memory of one size for connections that take turns: each goes on where the last one stopped.
+
+    Two buffers of one size may differ in speed for as long as they live, by the pages that the system found
+    for them. So what is compared uses the same ones. Connections that move parts at once have different ones.
+    """
+
+    def __init__(self, nbytes: int, walk_nbytes: int) -> None:
+        self.size = (nbytes, walk_nbytes)
+        self._free: SimpleQueue[LinkMemory] = SimpleQueue()
+        self._made = False
+
+    def take(self) -> LinkMemory:
+        """Memory for one operation."""
+        if self._made:  # else nobody gives it back
+            with suppress(Empty):
+                return self._free.get(timeout=_RETURN_S)
+        self._made = True
+        return LinkMemory(*self.size)
+
+    def give_back(self, memory: LinkMemory) -> None:
+        """The operation is over."""
+        self._free.put(memory)
+
+
+class MemoryPool:
+    """The memory of a peer, kept for as long as a connection uses that size."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sizes: WeakValueDictionary[tuple[int, int], SharedMemory] = WeakValueDictionary()
+
+    def of(self, nbytes: int, walk_nbytes: int) -> SharedMemory:
+        """For parts of ``nbytes``."""
+        with self._lock:
+            found = self._sizes.get((nbytes, walk_nbytes))
+            if found is None:
+                found = self._sizes[nbytes, walk_nbytes] = SharedMemory(nbytes, walk_nbytes)
+            return found
 
 
 def timed(

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from kvferry import transports
 from kvferry.bench.link.bare import BareServer, Certificates, Kind
+from kvferry.bench.link.memory import MemoryPool
 from kvferry.bench.link.service import LinkService
 from kvferry.core.address import parse_url
 from kvferry.core.errors import KVFerryError
@@ -36,24 +37,28 @@ def _options(capabilities: tuple[str, ...] = ()) -> ChannelOptions:
     return ChannelOptions(role="bench", session="bench-peer", checksum=False, capabilities=capabilities)
 
 
-def open_servers(listen: str, *, bare_walk_nbytes: int | None = None) -> LinkServer:
+def open_servers(
+    listen: str, *, bare_walk_nbytes: int | None = None, pool: MemoryPool | None = None
+) -> LinkServer:
     """Serve the benchmarks on ``listen``.
 
     Args:
         listen: The address.
         bare_walk_nbytes: Serve a bare TCP socket beside it, which walks through so much.
+        pool: Memory that others use in turn with these; else their own.
 
     Raises:
         ConnectError: If it cannot be bound.
         ConfigError: If the address is malformed.
     """
-    service = LinkService()
+    pool = pool or MemoryPool()
+    service = LinkService(pool)
     listener = transports.listen(listen)
     capabilities: tuple[str, ...] = ()
     bare = None
     if bare_walk_nbytes is not None:
         asked = parse_url(listen, default_port=0)
-        bare = BareServer("tcp", (asked.host or "127.0.0.1", 0), bare_walk_nbytes)
+        bare = BareServer("tcp", (asked.host or "127.0.0.1", 0), bare_walk_nbytes, pool=pool)
         capabilities = (f"{BARE_CAPABILITY}tcp={bare.port}",)
     return LinkServer(ChannelServer(listener, _options(capabilities), service.serve, name="bench"), bare)
 
@@ -88,7 +93,7 @@ def bare_ports(channel: Channel) -> dict[str, int]:
 
 
 class PeerProcess:
-    """A child process that serves channels, or bare sockets.
+    """A child process that serves channels, bare sockets, or both, which then use the same memory in turn.
 
     Args:
         walk_nbytes: What it walks through.
@@ -158,7 +163,8 @@ def _serve(request: Mapping[str, object]) -> tuple[list[LinkServer], dict[str, o
     assert isinstance(bare, list)
     files = request.get("certificates")
     certificates = Certificates(*files) if isinstance(files, list) else None
-    servers = [open_servers(str(url)) for url in listen]
+    pool = MemoryPool()
+    servers = [open_servers(str(url), pool=pool) for url in listen]
     sockets = []
     for kind, where in bare:
         if kind == "ucxx":
@@ -166,7 +172,7 @@ def _serve(request: Mapping[str, object]) -> tuple[list[LinkServer], dict[str, o
 
             sockets.append((where, UcxxServer(where).port))
             continue
-        server = BareServer(kind, where if kind == "unix" else (where, 0), walk, certificates)
+        server = BareServer(kind, where if kind == "unix" else (where, 0), walk, certificates, pool)
         sockets.append((where, server.port))
     return servers, {"addresses": [server.address for server in servers], "bare": sockets}
 

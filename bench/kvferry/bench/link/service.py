@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvferry.bench.link.memory import LinkMemory
+from kvferry.bench.link.memory import LinkMemory, MemoryPool, SharedMemory
 from kvferry.bench.link.requests import Operation, Request
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ProtocolError
@@ -20,31 +20,35 @@ _MAX_NBYTES = 4 << 30
 
 
 class LinkService:
-    """Receives, sends and echoes parts. Each connection has memory of its own, for one size at a time.
+    """Receives, sends and echoes parts, of one size at a time on each connection.
+
+    Args:
+        pool: Memory that others use in turn with this; else its own.
 
     Attributes:
         received_nbytes: Payload that has come whole, on all connections.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: MemoryPool | None = None) -> None:
+        self._pool = pool or MemoryPool()
         self._lock = threading.Lock()
         self.received_nbytes = 0
 
     def serve(self, channel: Channel) -> None:
         """The handler of a channel: until it ends."""
-        memory: LinkMemory | None = None
+        shared: SharedMemory | None = None
         last: Request | None = None
         while (incoming := channel.receive_idle(deadline_in(_IDLE_S))) is not None:
             request = Request.of(incoming.message)
-            if memory is None or request is not last:  # equal ones are remembered as one
+            if shared is None or request is not last:  # equal ones are remembered as one
                 self._check(request)
-                if memory is None or (memory.nbytes, memory.walk_nbytes) != (
-                    request.nbytes,
-                    request.walk_nbytes,
-                ):
-                    memory = LinkMemory(request.nbytes, request.walk_nbytes)
+                shared = self._pool.of(request.nbytes, request.walk_nbytes)
                 last = request
-            self._answer(channel, incoming, request, memory)
+            memory = shared.take()
+            try:
+                self._answer(channel, incoming, request, memory)
+            finally:
+                shared.give_back(memory)
 
     def _check(self, request: Request) -> None:
         most = max(request.nbytes * request.batch, request.walk_nbytes)

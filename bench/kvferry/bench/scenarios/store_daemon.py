@@ -20,6 +20,7 @@ from kvferry.bench.blocks import BlockSource, block_spec, chain_tokens
 from kvferry.bench.ceilings import MemcpyCold
 from kvferry.bench.link.channel import Link
 from kvferry.bench.link.ends import LinkEnds
+from kvferry.bench.link.memory import LinkMemory
 from kvferry.bench.lmcache import LMCacheLink, lmcache_command, lmcache_server
 from kvferry.bench.own_cpu import cpu_pair, on_cpu, staying_on
 from kvferry.bench.pairing import Progress, run_paired
@@ -174,7 +175,7 @@ class _Beside:
             if self._ends is None:
                 self._ends = self._stack.enter_context(LinkEnds(walk))
             address = self._ends.of("tcp", pinned=self._options.url == "tcp:auto").address
-            link = Link(address, nbytes, walk, checksum=self._options.checksum != "off")
+            link = Link(address, LinkMemory(nbytes, walk), checksum=self._options.checksum != "off")
             self._stack.callback(link.close)
             found["tcp_bare"] = partial(link.put if verb == "save" else link.get, batch, count)
         if self._lmcache:

@@ -57,6 +57,7 @@ class TransportOptions:
         sizes: Bytes of a part.
         batches: Parts of a message.
         lanes: Sockets of a connection, for ``tcp``.
+        rate_lanes: Those of ``transport.tcp.rate``, unless ``lanes`` were asked for.
         checksums: ``off``, ``xxh3``.
         runs: Rounds that count.
         warmup: Rounds before them.
@@ -75,6 +76,7 @@ class TransportOptions:
     sizes: tuple[int, ...] = (1 << 20,)
     batches: tuple[int, ...] = (1, 32)
     lanes: tuple[int, ...] = (1,)
+    rate_lanes: tuple[int, ...] = (1, 4)
     checksums: tuple[str, ...] = _CHECKSUMS
     runs: int = MIN_RUNS
     warmup: int = 1
@@ -109,7 +111,8 @@ class TransportOptions:
             scenarios=scenarios,
             sizes=sizes,
             batches=_batches(options, sizes, walk),
-            lanes=_lanes(options, scenarios),
+            lanes=_lanes(options, scenarios, "1,2"),
+            rate_lanes=_lanes(options, scenarios, "1,4"),
             checksums=_words(options, "checksum", ",".join(_CHECKSUMS), _CHECKSUMS),
             runs=options.runs,
             warmup=options.warmup,
@@ -182,8 +185,8 @@ def _numbers(options: Options, name: str, default: str) -> tuple[int, ...]:
     return found
 
 
-def _lanes(options: Options, scenarios: tuple[str, ...]) -> tuple[int, ...]:
-    found = _numbers(options, "lanes", "1,2")
+def _lanes(options: Options, scenarios: tuple[str, ...], default: str) -> tuple[int, ...]:
+    found = _numbers(options, "lanes", default)
     if max(found) > MAX_LANES:
         raise ConfigError(f"--lanes {max(found)}: a connection has 1 to {MAX_LANES} lanes")
     asked = max(found) > 1 and bool(str(options.param("lanes", "")))

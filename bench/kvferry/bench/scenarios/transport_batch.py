@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from kvferry.bench.link.ends import LinkEnds
+from kvferry.bench.link.memory import LinkMemory
 from kvferry.bench.link.requests import Operation
 from kvferry.bench.pairing import Progress
 from kvferry.bench.results import Result, Sample
@@ -32,7 +33,8 @@ def _one(series: Series, progress: Progress) -> Result:
     walk = max(options.walk_nbytes, whole_nbytes)
     messages = max(1, options.run_nbytes // whole_nbytes)
     with contextlib.ExitStack() as stack:
-        parts, whole = (series.link(other, nbytes, walk) for nbytes in (_PART_NBYTES, whole_nbytes))
+        memories = [LinkMemory(nbytes, walk) for nbytes in (_PART_NBYTES, whole_nbytes)]
+        parts, whole = (series.link(other.address, memory) for memory in memories)
         stack.callback(parts.close)
         stack.callback(whole.close)
         subjects: dict[str, Callable[[], Sample]] = {
@@ -41,7 +43,7 @@ def _one(series: Series, progress: Progress) -> Result:
         }
         if other.bare is not None:
             name, make = other.bare
-            bare = make(_PART_NBYTES)
+            bare = make(memories[0])
             stack.callback(bare.close)
             subjects[name] = partial(bare.put, _PARTS, messages)
         return measure(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from kvferry.bench.ceilings import MemcpyCold
 from kvferry.bench.link.channel import Link
 from kvferry.bench.link.ends import Ends, LinkEnds
-from kvferry.bench.link.memory import parts_at_once
+from kvferry.bench.link.memory import LinkMemory, parts_at_once
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.link.redis import RedisLink
 from kvferry.bench.link.requests import Operation
@@ -23,12 +23,14 @@ from kvferry.bench.scenarios.transport import TransportOptions
 from kvferry.core.address import parse_url
 from kvferry.transports.lanes import parse_lanes
 
-__all__ = ["Series", "Variant", "link_params", "measure", "run_link"]
+__all__ = ["Series", "Variant", "link_params", "measure", "run_link", "with_options"]
 
 _ROUNDTRIP_NBYTES = 4096
 _UCX_TLS = ("posix,cma", "tcp")
 _ROUNDTRIP_WALK_NBYTES = 16 << 20
 _ON_OWN_CPU = ("subject", "one_lane", "one_message")
+_MOST_TURNS = 8
+_TURN_MESSAGES = 4  # at least; the first one finds a peer that was asleep
 _PINNED = ("tcp", "tls", "unix")  # with one lane: one thread at each end
 
 
@@ -116,11 +118,11 @@ class Series:
         """Whether each end has a CPU of its own; several lanes take one thread an end, as one lane does."""
         return self.options.apart and self.scheme in _PINNED
 
-    def link(self, other: Ends, nbytes: int, walk_nbytes: int) -> Link:
-        """A subject: a connection to ``other`` for parts of ``nbytes``."""
+    def link(self, address: str, memory: LinkMemory) -> Link:
+        """A subject: a connection to ``address``, which is of the other end."""
         return Link(
-            other.address, nbytes, walk_nbytes,
-            checksum=self.checksum == "xxh3", verify=self.options.verify, peer_cpu_s=other.cpu_s,
+            address, memory,
+            checksum=self.checksum == "xxh3", verify=self.options.verify, peer_cpu_s=self.other.cpu_s,
         )  # fmt: skip
 
     def params(self, nbytes: int, batch: int) -> dict[str, Param]:
@@ -157,19 +159,25 @@ def run_link(
 
 
 def _movers(series: Series, nbytes: int, stack: contextlib.ExitStack) -> dict[str, _Mover]:
-    """The subject and its baselines for one size, closed with ``stack``."""
+    """The subject and its baselines for one size, closed with ``stack``.
+
+    Those that are most alike use the same memory in turn and are served by one process, so that they differ
+    in nothing else.
+    """
     options, other = series.options, series.other
     walk = options.walk_nbytes
-    link = series.link(other, nbytes, walk)
+    memory = LinkMemory(nbytes, walk)
+    link = series.link(other.address, memory)
     stack.callback(link.close)
     movers: dict[str, _Mover] = {"subject": link}
     if other.bare is not None:
         name, make = other.bare
-        bare = make(nbytes)
+        bare = make(memory)
         stack.callback(bare.close)
         movers[name] = bare
-    if series.variant.lanes > 1 and not options.address:
-        single = series.link(series.peers.of(series.scheme, pinned=series.pinned), nbytes, walk)
+    if series.variant.lanes > 1:
+        # its listener takes connections of any number of lanes
+        single = series.link(with_options(other.address, lanes="1"), memory)
         stack.callback(single.close)
         movers["one_lane"] = single
     if series.variant.tls and "ucxx" in options.alternatives and not options.address:
@@ -185,6 +193,12 @@ def _movers(series: Series, nbytes: int, stack: contextlib.ExitStack) -> dict[st
         stack.callback(mooncake.close)
         movers["mooncake_te"] = mooncake
     return movers
+
+
+def with_options(address: str, **options: str) -> str:
+    """``address`` with ``options`` in place of those that it has of these names."""
+    parsed = parse_url(address, default_port=0)
+    return replace(parsed, options={**parsed.options, **options}).url
 
 
 def _handed(series: Series, stack: contextlib.ExitStack) -> MemcpyHanded | None:
@@ -211,7 +225,7 @@ def _moves(
     assert isinstance(link, Link)
     operation = Operation.PUT if series.kind == "put" else Operation.GET
     for batch in sorted({parts_at_once(nbytes, batch, walk) for batch in options.batches}):
-        count = max(1, options.run_nbytes // (nbytes * batch))
+        turns, count = _turns(options.run_nbytes // (nbytes * batch))
         subjects: dict[str, Callable[[], Sample]] = {
             name: series.run(
                 name, partial(mover.put if operation is Operation.PUT else mover.get, batch, count)
@@ -223,11 +237,17 @@ def _moves(
             subjects["memcpy_handed"] = handed
         result = measure(
             series.scenario, series.params(nbytes, batch), subjects, link, options, progress,
-            operation=operation, count=count,
+            operation=operation, count=count, turns=turns,
         )  # fmt: skip
         if isinstance(mooncake, MooncakeTe):
             result.params["mooncake_te_failed"] = mooncake.failed
         yield result
+
+
+def _turns(messages: int) -> tuple[int, int]:
+    """Turns of a round that moves about so many messages, and messages of each."""
+    turns = max(1, min(_MOST_TURNS, messages // _TURN_MESSAGES))
+    return turns, max(1, messages // turns)
 
 
 def measure(
@@ -240,12 +260,15 @@ def measure(
     *,
     operation: Operation,
     count: int,
+    turns: int = 1,
 ) -> Result:
     """Paired rounds, then a round whose bytes are compared; failures are counted and left out."""
     failed, operations = link.failed, link.operations
     label = " ".join([scenario, *(f"{k}={params[k]}" for k in ("nbytes", "batch", "lanes", "checksum"))])
-    samples = run_paired(subjects, runs=options.runs, warmup=options.warmup, progress=progress, label=label)
-    verified = link.verify(operation, int(params["batch"]), count)
+    samples = run_paired(
+        subjects, runs=options.runs, warmup=options.warmup, turns=turns, progress=progress, label=label
+    )
+    verified = link.verify(operation, int(params["batch"]), count * turns)
     params = {**params, "operations": link.operations - operations, "failed": link.failed - failed}
     values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
     return summarise(scenario, params, "GB/s", values, samples=samples["subject"], verified=verified)
@@ -255,12 +278,13 @@ def _roundtrip(series: Series, progress: Progress) -> Result:
     """Requests and answers of 4 KiB; the value is a round's median."""
     options, other = series.options, series.other
     with contextlib.ExitStack() as stack:
-        link = series.link(other, _ROUNDTRIP_NBYTES, min(options.walk_nbytes, _ROUNDTRIP_WALK_NBYTES))
+        memory = LinkMemory(_ROUNDTRIP_NBYTES, min(options.walk_nbytes, _ROUNDTRIP_WALK_NBYTES))
+        link = series.link(other.address, memory)
         stack.callback(link.close)
         subjects = {"subject": series.run("subject", partial(link.echo, options.requests))}
         if other.bare is not None:
             name, make = other.bare
-            bare = make(_ROUNDTRIP_NBYTES)
+            bare = make(memory)
             stack.callback(bare.close)
             subjects[name] = series.run(name, partial(bare.echo, options.requests))
         params = series.params(_ROUNDTRIP_NBYTES, 1)

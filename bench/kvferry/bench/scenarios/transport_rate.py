@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 from kvferry.bench.link.channel import Link
 from kvferry.bench.link.ends import LinkEnds
+from kvferry.bench.link.memory import LinkMemory
 from kvferry.bench.link.requests import Operation
 from kvferry.bench.pairing import Progress
 from kvferry.bench.results import Param, Result, Sample, summarise
 from kvferry.bench.scenarios.transport import TransportOptions
-from kvferry.bench.scenarios.transport_link import link_params
+from kvferry.bench.scenarios.transport_link import Variant, link_params, with_options
 from kvferry.core.units import parse_rate
 
-__all__ = ["run"]
+__all__ = ["lanes_of", "run"]
 
-_RATE_LANES = (1, 4)
 _RATE_RUNS = 3
 _RATE_PART_NBYTES = 1 << 20
 _RATE_MESSAGE_NBYTES = 1 << 30
@@ -33,9 +33,11 @@ def run(scenario: str, options: TransportOptions, peers: LinkEnds, progress: Pro
     messages = int(-(-parts * nbytes // _RATE_MESSAGE_NBYTES))
     batch = -(-parts // messages)
     runs = min(options.runs, _RATE_RUNS)
-    for lanes in _RATE_LANES:
+    for lanes in lanes_of(options):
         other = peers.of("tcp", f"rate={options.rate}" + (f"&lanes={lanes}" if lanes > 1 else ""))
-        link = Link(other.address, nbytes, options.walk_nbytes, checksum=True, peer_cpu_s=other.cpu_s)
+        memory = LinkMemory(nbytes, options.walk_nbytes)
+        address = with_options(other.address, rate=options.rate)  # that of another machine has none
+        link = Link(address, memory, checksum=True, peer_cpu_s=other.cpu_s)
         with contextlib.closing(link):
             samples: list[Sample] = []
             for done in range(runs):
@@ -55,3 +57,10 @@ def run(scenario: str, options: TransportOptions, peers: LinkEnds, progress: Pro
             "asked": [rate / 1e6] * runs,
         }
         yield summarise(scenario, params, "MB/s", values, samples=samples, verified=verified)
+
+
+def lanes_of(options: TransportOptions) -> tuple[int, ...]:
+    """Of the connections; one to another machine has those of its address."""
+    if options.address:
+        return tuple(variant.lanes for variant in Variant.of("tcp", options))
+    return options.rate_lanes
