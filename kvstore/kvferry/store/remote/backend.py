@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry.store.remote.payload import Pieces, Received, Sink
@@ -52,14 +52,15 @@ class Put(NamedTuple):
     Attributes:
         name: Under which.
         nbytes: Of the whole value.
-        source: Gives its bytes; called again if the request has to be made again.
+        source: Gives its bytes, just ``nbytes``, told whether it is the last one of those sent in a row;
+            called again if the request has to be made again.
         only_new: Leave what is there already.
         final: Whether it is the last value of a block; others may go by themselves after a while.
     """
 
     name: str
     nbytes: int
-    source: Callable[[], Iterator[Pieces]]
+    source: Callable[[bool], Iterable[Pieces]]
     only_new: bool = True
     final: bool = True
 

@@ -105,8 +105,12 @@ class RemoteIndex:
         """Writes have ended: what each had reserved, just its size, is now this block."""
         with self._lock:
             for held in blocks:
-                self._used -= held.nbytes
-                self._add(held)
+                old = self._held.pop(held.name, None)
+                self._held[held.name] = held
+                if old is None:
+                    self._note(True, held.name)
+                else:
+                    self._used -= old.nbytes
             while not self.capacity_nbytes and len(self._held) > _MOST_UNBOUNDED:
                 _, old = self._held.popitem(last=False)
                 self._used -= old.nbytes

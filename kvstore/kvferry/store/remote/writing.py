@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -34,32 +34,23 @@ _OUTCOMES: Final = {
 }
 
 
-class _Payload(NamedTuple):
-    """The bytes of a block as they are stored, and how they are encoded; empty: not at all."""
-
-    data: memoryview
-    encoding: bytes = b""
-    lossy: bool = False
-
-
 class _Pending(NamedTuple):
     """A block on its way there; its place among those of the call."""
 
     number: int
     block: BlockWrite
-    payload: _Payload
+    data: memoryview  # as it is stored
     name: str
     nbytes: int
-    write_id: bytes
-    parts: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    write_id: bytes = _NO_WRITE
+    encoding: bytes = b""  # empty: not at all
+    lossy: bool = False
     replaces: bool = False  # one that has lost something
 
 
-class _Ready(NamedTuple):
-    """A block whose parts are there."""
-
-    pending: _Pending
-    parts: tuple[Part, ...] = ()
+_Ready: TypeAlias = "tuple[_Pending, tuple[Part, ...]]"
+"""A block whose parts are there."""
 
 
 class BlockWriter:
@@ -90,29 +81,39 @@ class BlockWriter:
     def write(self, home: Home, blocks: Sequence[BlockWrite], deadline: float) -> list[WriteResult]:
         """Write blocks; as many at once as room can be made for without evicting each other."""
         results: dict[int, WriteResult] = {}
-        todo: list[tuple[int, BlockWrite, _Payload]] = []
+        todo: list[_Pending] = []
+        largest = min(self._backend.max_value_nbytes(deadline), self._part_nbytes)
+        plain = not self._codec.is_on
+        nbytes = home.template.value_nbytes
         for number, block in enumerate(blocks):
-            payload = self._payload(home, block, deadline)
-            if isinstance(payload, _Payload):
-                todo.append((number, block, payload))
+            if plain and not block.lossy:
+                if nbytes <= largest:  # the usual case, in less time
+                    name = home.name(block.key)
+                    todo.append(_Pending(number, block, block.data, name, nbytes + NAME_NBYTES))
+                else:
+                    todo.append(_pending(home, number, block, block.data, largest))
+                continue
+            new = self._encoded(home, number, block, largest, deadline)
+            if isinstance(new, _Pending):
+                todo.append(new)
             else:
-                results[number] = payload
+                results[number] = new
         while todo:
             pending, todo = self._take_room(home, todo, results, deadline)
             if not pending:
                 break
             self._send(home, pending, results, deadline)
-        for number, *_ in todo:
+        for new in todo:
             capacity = self._index.capacity_nbytes
             text = f"all of the capacity of {capacity} bytes is taken by writes under way"
-            results[number] = WriteResult(WriteOutcome.REFUSED, text)
+            results[new.number] = WriteResult(WriteOutcome.REFUSED, text)
         return [results[number] for number in range(len(blocks))]
 
-    def _payload(self, home: Home, block: BlockWrite, deadline: float) -> _Payload | WriteResult:
-        """The bytes that are to be stored, in memory of their own if they are encoded; or why none are."""
+    def _encoded(
+        self, home: Home, number: int, block: BlockWrite, largest: int, deadline: float
+    ) -> _Pending | WriteResult:
+        """With what is to be stored, in memory of its own if it is encoded; or why nothing is."""
         codec = self._codec
-        if not codec.is_on and not block.lossy:
-            return _Payload(block.data)
         if block.lossy and not codec.takes(lossy=True):
             return WriteResult(
                 WriteOutcome.REFUSED, "it has lost something in another tier; no loss is allowed"
@@ -124,29 +125,32 @@ class BlockWriter:
         except TierError as error:
             return WriteResult(WriteOutcome.FAILED, str(error))
         if found is None:
-            return _Payload(block.data)
-        return _Payload(memoryview(bytes(found.data)), found.encoding.dump(), found.encoding.lossy)
+            return _pending(home, number, block, block.data, largest)
+        data, encoding = memoryview(bytes(found.data)), found.encoding
+        return _pending(home, number, block, data, largest, encoding.dump(), lossy=encoding.lossy)
 
     # -- room ------------------------------------------------------------------------------------------
 
     def _take_room(
         self,
         home: Home,
-        todo: list[tuple[int, BlockWrite, _Payload]],
+        todo: list[_Pending],
         results: dict[int, WriteResult],
         deadline: float,
-    ) -> tuple[list[_Pending], list[tuple[int, BlockWrite, _Payload]]]:
+    ) -> tuple[list[_Pending], list[_Pending]]:
         """Those that there is room for now, and those that have to wait for them."""
+        unfit = len(self._unfit) > 0
+        if not self._index.capacity_nbytes and not unfit and not any(new.parts for new in todo):
+            self._index.reserve(sum(new.nbytes for new in todo))
+            return todo, []
         pending: list[_Pending] = []
         victims: list[Held] = []
-        rest: list[tuple[int, BlockWrite, _Payload]] = []
-        largest = min(self._backend.max_value_nbytes(deadline), self._part_nbytes)
-        for at, (number, block, payload) in enumerate(todo):
-            new = _pending(home, number, block, payload, largest)
-            if self._unfit.has(new.name) and not payload.lossy:
+        rest: list[_Pending] = []
+        for at, new in enumerate(todo):
+            if unfit and not new.lossy and self._unfit.has(new.name):
                 new = new._replace(replaces=True)
             if (refusal := self._never(new)) is not None:
-                results[number] = refusal
+                results[new.number] = refusal
                 continue
             room = self._index.reserve(new.nbytes)
             if room is None:
@@ -160,8 +164,8 @@ class BlockWriter:
                 self._index.release(new.nbytes)
                 results[new.number] = WriteResult(WriteOutcome.FAILED, reason)
             self._index.put_back([held for held, _ in left])
-            for number, *_ in rest:
-                results[number] = WriteResult(WriteOutcome.FAILED, reason)
+            for new in rest:
+                results[new.number] = WriteResult(WriteOutcome.FAILED, reason)
             return [], []
         return pending, rest
 
@@ -188,7 +192,7 @@ class BlockWriter:
     def _send(
         self, home: Home, pending: list[_Pending], results: dict[int, WriteResult], deadline: float
     ) -> None:
-        ready = [_Ready(new) for new in pending if not new.parts]
+        ready: list[_Ready] = [(new, ()) for new in pending if not new.parts]
         old_parts: dict[str, tuple[str, ...]] = {}
         if replaced := [new.name for new in pending if new.replaces]:
             old = find_parts(self._backend, home.names, replaced, deadline)
@@ -197,23 +201,24 @@ class BlockWriter:
             split = [new for new in pending if new.parts]
             ready += self._send_parts(split, results, deadline)
         began = time.monotonic()
-        answers = self._backend.put([_put(home, one) for one in ready], deadline) if ready else []
+        answers = self._backend.put([_put(home, *one) for one in ready], deadline) if ready else []
         if self._codec.adaptive:
-            nbytes = sum(len(one.pending.payload.data) for one in ready if not one.parts)
+            nbytes = sum(len(new.data) for new, parts in ready if not parts)
             self._codec.carried("write", nbytes, time.monotonic() - began)
         stored: list[_Pending] = []
         lost: list[str] = []
         for (new, _), answer in zip(ready, answers, strict=True):
-            results[new.number] = _result(answer)
             if answer.done is Done.OK:
+                results[new.number] = _STORED
                 stored.append(new)
                 lost += old_parts.get(new.name, ())
             else:
+                results[new.number] = _result(answer)
                 self._index.release(new.nbytes)
                 lost += new.parts
         if len(self._unfit):
-            self._unfit.discard([new.name for new in stored if not new.payload.lossy])
-        if lossy := [new.name for new in stored if new.payload.lossy]:
+            self._unfit.discard([new.name for new in stored if not new.lossy])
+        if lossy := [new.name for new in stored if new.lossy]:
             self._unfit.add(lossy)
         # heads of chains count as used last
         self._index.stored([Held(new.name, new.nbytes, new.parts) for new in reversed(stored)])
@@ -235,8 +240,8 @@ class BlockWriter:
                 results[new.number] = _result(answer._replace(done=Done.NO if there else Done.FAILED))
                 self._index.release(new.nbytes)
                 continue
-            pieces = _cut(new.payload.data, len(new.parts))
-            sent.append(_Ready(new, tuple(Part(len(p), xxhash.xxh3_64_intdigest(p)) for p in pieces)))
+            pieces = _cut(new.data, len(new.parts))
+            sent.append((new, tuple(Part(len(p), xxhash.xxh3_64_intdigest(p)) for p in pieces)))
             puts += [
                 Put(name, len(piece), partial(send_part, piece), only_new=False, final=False)
                 for name, piece in zip(new.parts, pieces, strict=True)
@@ -245,29 +250,39 @@ class BlockWriter:
         ready: list[_Ready] = []
         lost: list[str] = []
         for one in sent:
-            own = [next(answers) for _ in one.parts]
+            new, parts = one
+            own = [next(answers) for _ in parts]
             bad = next((answer for answer in own if answer.done is not Done.OK), None)
             if bad is None:
                 ready.append(one)
                 continue
-            results[one.pending.number] = _result(bad)
-            self._index.release(one.pending.nbytes)
-            lost += one.pending.parts
+            results[new.number] = _result(bad)
+            self._index.release(new.nbytes)
+            lost += new.parts
         if lost:
             self._backend.delete(lost, deadline)
         return ready
 
 
-def _pending(home: Home, number: int, block: BlockWrite, payload: _Payload, largest: int) -> _Pending:
+def _pending(
+    home: Home,
+    number: int,
+    block: BlockWrite,
+    data: memoryview,
+    largest: int,
+    encoding: bytes = b"",
+    *,
+    lossy: bool = False,
+) -> _Pending:
     name = home.name(block.key)
-    nbytes = home.template.value_nbytes + len(payload.data) - len(block.data) + len(payload.encoding)
+    nbytes = home.template.value_nbytes + len(data) - len(block.data) + len(encoding)
     if nbytes <= largest:
-        return _Pending(number, block, payload, name, nbytes + NAME_NBYTES, _NO_WRITE, ())
+        return _Pending(number, block, data, name, nbytes + NAME_NBYTES, (), _NO_WRITE, encoding, lossy)
     write_id = secrets.token_bytes(WRITE_ID_NBYTES)
-    count = max(1, -(-len(payload.data) // largest))
+    count = max(1, -(-len(data) // largest))
     parts = tuple(home.names.part(name, write_id, n) for n in range(count))
     nbytes += _PART_ENTRY_NBYTES * count - CHECKSUM_NBYTES + (count + 1) * NAME_NBYTES
-    return _Pending(number, block, payload, name, nbytes, write_id, parts)
+    return _Pending(number, block, data, name, nbytes, parts, write_id, encoding, lossy)
 
 
 def _cut(data: memoryview, count: int) -> list[memoryview]:
@@ -275,31 +290,30 @@ def _cut(data: memoryview, count: int) -> list[memoryview]:
     return [data[n * step : (n + 1) * step] for n in range(count)]
 
 
-def _put(home: Home, one: _Ready) -> Put:
-    new = one.pending
-    if one.parts:
-        head = _manifest(home, new, one.parts)
-        return Put(new.name, len(head), lambda: iter([[head]]), not new.replaces)
+def _put(home: Home, new: _Pending, parts: tuple[Part, ...]) -> Put:
+    if parts:
+        head = _manifest(home, new, parts)
+        return Put(new.name, len(head), lambda _: ((head,),), not new.replaces)
     return Put(new.name, new.nbytes - NAME_NBYTES, partial(_send_whole, home, new), not new.replaces)
 
 
-def _send_whole(home: Home, new: _Pending) -> Iterator[Pieces]:
+def _send_whole(home: Home, new: _Pending, last: bool) -> Iterable[Pieces]:
     """Made when it is the block's turn: the store is at work on those before meanwhile."""
-    data, block = new.payload.data, new.block
-    if not new.payload.encoding:
-        return send_block(home.template.build_inline(block.key, block.parent, block.position), data)
-    return send_block(_manifest(home, new), data)
+    block = new.block
+    if new.encoding:
+        manifest = _manifest(home, new)
+    else:
+        manifest = home.template.build_inline(block.key, block.parent, block.position)
+    return send_block(manifest, new.data, last=last)
 
 
 def _manifest(home: Home, new: _Pending, parts: tuple[Part, ...] = ()) -> bytes:
-    block, (data, encoding, _) = new.block, new.payload
-    manifest = Manifest(block.parent, block.position, len(data), new.write_id, parts, encoding)
+    block = new.block
+    manifest = Manifest(block.parent, block.position, len(new.data), new.write_id, parts, new.encoding)
     return home.template.build(block.key, manifest)
 
 
 def _result(answer: Answer) -> WriteResult:
-    if answer.done is Done.OK:
-        return _STORED
     outcome = _OUTCOMES[answer.done]
     failed = outcome in (WriteOutcome.FAILED, WriteOutcome.REFUSED)
     return WriteResult(outcome, answer.reason if failed else "", answer.in_flight if failed else None)

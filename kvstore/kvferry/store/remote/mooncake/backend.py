@@ -158,7 +158,7 @@ class MooncakeBackend(Backend):
                     answers[n] = _NO if code == 1 else _failed(code)
         left = [n for n in range(len(puts)) if n not in answers]
         if left:
-            spans = [gathered([p for pieces in puts[n].source() for p in pieces]) for n in left]
+            spans = [gathered([p for pieces in puts[n].source(False) for p in pieces]) for n in left]
             names = [puts[n].name for n in left]
             for n, code in zip(
                 left, self._move(library.batch_put_from_multi_buffers, library, names, spans), strict=True

@@ -18,7 +18,7 @@ Outcome = Answer | ReplyError
 """Of one request; the error of a reply is still to be understood."""
 
 _AHEAD_REQUESTS: Final = 256
-_AHEAD_NBYTES: Final = 32 << 20
+_AHEAD_NBYTES: Final = 64 << 20
 _FIRST_NBYTES: Final = 32 << 10  # the server begins
 _JOIN_NBYTES: Final = 512 << 10  # then it does not sleep between two calls, and each is paid for by more
 _MOST_PIECES: Final = 512
@@ -116,15 +116,14 @@ def _exchange(
         Whether the server takes no more.
     """
     waiting: list[memoryview | bytes] = []
-    nbytes, enough, stops = 0, _FIRST_NBYTES, False
+    nbytes, enough, stops, last = 0, _FIRST_NBYTES, False, group[-1]
     for request in group:
         until = 0.0
         if asking:
             waiting.append(_ASKING)
-        for pieces in request.pieces():
+        for pieces in request.pieces(last=request is last):
             waiting += pieces
-            for piece in pieces:
-                nbytes += len(piece)
+            nbytes += sum(map(len, pieces))
             if nbytes >= enough or len(waiting) >= _MOST_PIECES:
                 until = until or server.request_deadline(deadline)
                 lane.connection.send(waiting, until)

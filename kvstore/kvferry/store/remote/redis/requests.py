@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kvferry.core.errors import ProtocolError
@@ -27,8 +27,8 @@ class Request(ABC):
     """Of the value that goes with it, there or back, as far as that is known."""
 
     @abstractmethod
-    def pieces(self) -> Iterator[Pieces]:
-        """What is sent; called again if it has to be sent again."""
+    def pieces(self, *, last: bool) -> Iterable[Pieces]:
+        """What is sent, ``last`` of all or not; called again if it has to be sent again."""
 
     def at_hand(self, reader: ReplyReader) -> Answer | None:
         """The answer if its reply was taken ahead, whole, and is the usual one."""
@@ -47,8 +47,9 @@ class Plain(Request):
         self.name = name
         self._words = words
 
-    def pieces(self) -> Iterator[Pieces]:
+    def pieces(self, *, last: bool) -> Iterator[Pieces]:
         """See :class:`Request`."""
+        del last
         yield [command(self._words[0], self.name.encode(), *self._words[1:])]
 
     def take(self, reader: ReplyReader, deadline: float) -> Answer:
@@ -70,8 +71,9 @@ class Read(Request):
         self.name = get.name
         self._get = get
 
-    def pieces(self) -> Iterator[Pieces]:
+    def pieces(self, *, last: bool) -> Iterator[Pieces]:
         """See :class:`Request`."""
+        del last
         name, most = self.name.encode(), self._get.most
         if most is None:
             yield [command(b"GET", name)]
@@ -116,12 +118,22 @@ class Write(Request):
         self._put = put
         self._seconds = seconds
 
-    def pieces(self) -> Iterator[Pieces]:
+    def pieces(self, *, last: bool) -> Iterable[Pieces]:
         """See :class:`Request`."""
-        name, (count, options) = self.name.encode(), _options(self._put.only_new, self._seconds)
-        yield [b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + count, len(name), name, self.nbytes)]
-        yield from self._put.source()  # not one ahead: what comes after a piece is done while it is taken
-        yield options
+        put, name = self._put, self.name.encode()
+        before, behind, end = _frame(len(name), put.nbytes, put.only_new, self._seconds)
+        runs = put.source(last)
+        if isinstance(runs, tuple) and len(runs) == 1:  # the usual case, in less time
+            return ((before + name + behind, *runs[0], end),)
+        return self._runs(before + name + behind, runs, end)
+
+    def _runs(self, head: bytes, runs: Iterable[Pieces], end: bytes) -> Iterator[Pieces]:
+        """Not one ahead: what comes after a run is made while that is taken."""
+        yield (head,)
+        left = self.nbytes
+        for run in runs:
+            left -= sum(map(len, run))
+            yield run if left else (*run, end)
 
     def at_hand(self, reader: ReplyReader) -> Answer | None:
         """See :class:`Request`."""
@@ -134,10 +146,12 @@ class Write(Request):
         return _NO if reader.read(deadline) is None else _OK
 
 
-@functools.lru_cache(16)
-def _options(only_new: bool, seconds: int) -> tuple[int, list[bytes]]:
-    """What follows a value, and how many words that are."""
+@functools.lru_cache(64)
+def _frame(name_nbytes: int, nbytes: int, only_new: bool, seconds: int) -> tuple[bytes, bytes, bytes]:
+    """What stands before the name, between it and the value, and behind that."""
     words = [b"NX"] if only_new else []
     if seconds:
         words += [b"EX", b"%d" % seconds]
-    return len(words), [b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)]
+    before = b"*%d\r\n$3\r\nSET\r\n$%d\r\n" % (3 + len(words), name_nbytes)
+    end = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    return before, b"\r\n$%d\r\n" % nbytes, b"\r\n" + end

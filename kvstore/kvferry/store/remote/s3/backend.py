@@ -237,7 +237,7 @@ class _Chunks:
 
 
 def _pieces(put: Put, deadline: float) -> Iterator[Any]:
-    for pieces in put.source():
+    for pieces in put.source(False):
         if is_past(deadline):
             raise TierError("not done by the deadline")
         yield from pieces
