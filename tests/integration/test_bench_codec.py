@@ -71,7 +71,11 @@ def test_tables_for_people(text: str) -> None:
     [
         ({"codecs": "ebq"}, "did you mean ebp"),
         ({"only": "size"}, "write speed, quality"),
+        ({"codecs": "ebp(bits=7)"}, "--codecs: codec 'ebp': bits is 7"),
         ({"tokens": 8}, "do not fill a slice"),
+        ({"tokens": 80}, "no whole number of slices of 32"),
+        ({"tokens": 32768}, "takes texts of 32768 tokens, 32832 are needed"),
+        ({"threads": 5000}, "--threads is 5000: each needs a CPU of its own"),
         ({"text": "/nowhere/at/all"}, "No such file"),
         ({"kernels": "cuda"}, "native or numpy"),
         ({"text": __file__, "tokens": 1 << 20}, "lower --tokens"),

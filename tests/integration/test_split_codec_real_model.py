@@ -64,14 +64,27 @@ def _answers(folder: Path, codec: str, dtype: str, prompts: list[list[int]]) -> 
     return [answer["kvferry"]["token_ids"] for answer in answers]
 
 
-@pytest.mark.real_model
-@pytest.mark.timeout(1800)
-def test_a_lossless_codec_changes_no_text() -> None:
+def _assert_no_loss(codecs: dict[str, int]) -> None:
+    """Each codec on so many of the texts."""
     folder = resolve_model_folder("smollm2", lambda _: None)
     prompts = _prompts(folder)
     raw = _answers(folder, "raw", "bfloat16", prompts)
     assert all(len(tokens) > 8 for tokens in raw)
-    assert _answers(folder, "ebp", "bfloat16", prompts) == raw
+    for codec, texts in codecs.items():
+        assert _answers(folder, codec, "bfloat16", prompts[:texts]) == raw[:texts], codec
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(1800)
+def test_a_lossless_codec_changes_no_text() -> None:
+    _assert_no_loss({"ebp": 6, "split": 2})
+
+
+@pytest.mark.soak
+@pytest.mark.real_model
+@pytest.mark.timeout(3600)
+def test_no_lossless_codec_changes_a_text() -> None:
+    _assert_no_loss(dict.fromkeys(("ebp(bits=4)", "split", "dedup(inner=split)", "shuffle|zstd"), 6))
 
 
 def _assert_same_text(characters: int) -> None:

@@ -77,6 +77,10 @@ KeptTokens = Annotated[
     Number,
     typer.Option(min=0, help="First tokens that lossy ones leave alone; 4: as on links. [default: 0]"),
 ]
+Predicted = Annotated[
+    Number,
+    typer.Option(min=1, help="Tokens that are predicted; 64 are few for the likeliest token. [default: 64]"),
+]
 TierCodec = Annotated[
     Text,
     typer.Option(
@@ -330,6 +334,7 @@ def codec(
     rates: Rates = None,
     layers: Annotated[Number, typer.Option(min=1, help="Layers of adaptive. [default: 64]")] = None,
     kept_tokens: KeptTokens = None,
+    predicted: Predicted = None,
     walk: Walk = None,
     runs: Runs = 9,
     as_json: Json = False,
@@ -337,7 +342,7 @@ def codec(
     """Codecs on the KV of your model and texts: how much smaller, how fast, and what the answers lose.
 
     Speeds are bytes before encoding a second, beside a cold memcpy of the same run. Quality: the KV of a text
-    is encoded and decoded, then its next 64 tokens are predicted with it and with the KV as it was: KL
+    is encoded and decoded, then its next tokens are predicted with it and with the KV as it was: KL
     divergence, agreement of the likeliest token, perplexity; and the error of K and V themselves. A pipeline
     is written as 'int8(k=channel)' or 'shuffle|zstd(level=3)'.
     """
@@ -347,6 +352,7 @@ def codec(
         "model": model, "text": "\0".join(text) if text else None, "texts": texts, "codecs": codecs,
         "tokens": tokens, "slice_tokens": slice_tokens, "threads": threads, "kernels": kernels, "only": only,
         "walk": walk, "rates": rates, "layers": layers, "kept_tokens": kept_tokens,
+        "predicted": predicted,
     }  # fmt: skip
     _run("codec", Options(runs=runs, params=params), as_json=as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from kvferry.bench.results import Result
 from kvferry.codecs import CodecPipeline
 from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import CodecError, ConfigError
 from kvferry.core.units import parse_nbytes, parse_rate
 
 __all__ = ["AUTO_CODECS", "DEFAULT_CODECS", "DEFAULT_RATES", "CodecOptions", "run", "short_name"]
@@ -45,6 +46,7 @@ class CodecOptions:
     rates: tuple[str, ...] = ()
     layers: int = 64
     kept_tokens: int = 0
+    predicted: int = 64
 
     @classmethod
     def of(cls, options: Options) -> CodecOptions:
@@ -65,7 +67,7 @@ class CodecOptions:
             model=str(options.param("model", "smollm2")),
             texts=texts,
             own_texts=int(options.param("texts", 3)),
-            pipelines=tuple(CodecPipeline.parse(text).text for text in pipelines),
+            pipelines=tuple(map(_canonical, pipelines)),
             tokens=int(options.param("tokens", 2048)),
             slice_tokens=int(options.param("slice_tokens", 256)),
             threads=int(options.param("threads", 1)),
@@ -73,16 +75,31 @@ class CodecOptions:
             only=only,
             walk_nbytes=parse_nbytes(str(options.param("walk", "256MiB"))),
             runs=options.runs,
-            adaptive=tuple(CodecPipeline.parse(text).text for text in adaptive),
+            adaptive=tuple(map(_canonical, adaptive)),
             rates=tuple(str(options.param("rates", DEFAULT_RATES)).split(";")),
             layers=int(options.param("layers", 64)),
             kept_tokens=int(options.param("kept_tokens", 0)),
+            predicted=int(options.param("predicted", 64)),
         )
         for rate in found.rates:
             parse_rate(rate)
         if found.tokens < found.slice_tokens:
             raise ConfigError(f"{found.tokens} tokens do not fill a slice of {found.slice_tokens}")
+        if found.tokens % found.slice_tokens:
+            raise ConfigError(f"{found.tokens} tokens are no whole number of slices of {found.slice_tokens}")
+        cpus = len(os.sched_getaffinity(0))
+        if found.threads > cpus:
+            raise ConfigError(
+                f"--threads is {found.threads}: each needs a CPU of its own, and there are {cpus}"
+            )
         return found
+
+
+def _canonical(text: str) -> str:
+    try:
+        return CodecPipeline.parse(text).text
+    except CodecError as error:
+        raise ConfigError(f"--codecs: {error}") from error
 
 
 def short_name(text: str) -> str:

@@ -18,10 +18,8 @@ from kvferry.engine.paged_kv import PagedKV, Sequence
 from kvferry.engine.tokenizer import load_tokenizer
 from kvferry.engine.weights import load_model
 
-__all__ = ["PREDICTED", "ModelKV", "TextKV"]
+__all__ = ["ModelKV", "TextKV"]
 
-PREDICTED = 64
-"""Tokens of each text that are predicted from the KV of those before them."""
 _CHUNK = 512
 
 
@@ -54,13 +52,14 @@ class ModelKV:
         progress: Called for each text.
 
     Raises:
-        ConfigError: If a text is too short, or cannot be read.
+        ConfigError: If a text is too short or cannot be read, or the model takes no text that long.
     """
 
     def __init__(self, path: Path, options: CodecOptions, progress: Progress) -> None:
         self.model = load_model(path, "float32")
         self.slice_tokens = options.slice_tokens
         self.kept_tokens = min(options.kept_tokens, options.slice_tokens)
+        self._predicted = options.predicted
         config = self.model.config
         shape = (options.slice_tokens, config.num_kv_heads, config.head_dim)
         self.layer = LayerSpec(tuple(TensorSpec(name, shape, DType.BFLOAT16) for name in ("k", "v")))
@@ -68,14 +67,17 @@ class ModelKV:
         self._tokens = self._slices * options.slice_tokens
         tokenizer = load_tokenizer(path)
         self.texts = []
+        needed, most = self._tokens + self._predicted, self.model.max_model_len
+        if needed > most:
+            raise ConfigError(f"the model takes texts of {most} tokens, {needed} are needed; lower --tokens")
         chosen = texts(options.texts, options.own_texts)
         for number, (name, text) in enumerate(chosen.items()):
             progress(f"prefill of {name}", number, len(chosen))
-            tokens = tokenizer.encode(text[: 16 * (self._tokens + PREDICTED)], add_special_tokens=False)
+            tokens = tokenizer.encode(text[: 16 * (self._tokens + self._predicted)], add_special_tokens=False)
             self.texts.append(self._prefill(name, tokens))
 
     def _prefill(self, name: str, tokens: list[int]) -> TextKV:
-        needed = self._tokens + PREDICTED
+        needed = self._tokens + self._predicted
         if len(tokens) < needed:
             raise ConfigError(f"text {name} has {len(tokens)} tokens, {needed} are needed; lower --tokens")
         kv = PagedKV(self.model.config, num_blocks=-(-needed // 16), dtype=torch.float32)
@@ -121,7 +123,7 @@ class ModelKV:
             kv.write_rows(layer, text.sequence, 0, parts[0], parts[1])
 
     def predict(self, text: TextKV) -> torch.Tensor:
-        """Log-probabilities of the tokens behind ``text``, ``[PREDICTED, vocabulary]``, from its pages."""
+        """Log-probabilities of the tokens behind ``text``, ``[predicted, vocabulary]``, from its pages."""
         text.sequence.length = self._tokens - 1
         logits = self.model.forward(text.next_tokens[:-1], text.sequence, every_token=True)
         assert logits is not None

@@ -71,6 +71,7 @@ def run_quality(kv: ModelKV, options: CodecOptions, progress: Progress) -> Itera
             "model": options.model,
             "tokens": options.tokens,
             "kept_tokens": kv.kept_tokens,
+            "predicted": options.predicted,
             "texts": ", ".join(text.name for text in kv.texts),
         }
         short = short_name(name)
