@@ -323,7 +323,7 @@ class ClientWriteLease(_ClientLease):
                 lossy=tuple(sorted(self.lossy)) or msgspec.UNSET, staged=staged,
                 ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
-            answer = line.call(request, d.Stored, deadline, payload)
+            answer = line.call(request, d.Stored, deadline, payload, lent=True)
             return answer.blocks, line.local(answer.expires_at)
 
     def __enter__(self) -> ClientWriteLease:

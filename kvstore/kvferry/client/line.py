@@ -87,9 +87,12 @@ class Line:
         """A deadline on the daemon's clock as one of ours, rather too early than too late."""
         return moment - self._shift
 
-    def call(self, message: Message, reply: type[M], deadline: float, payload: Sequence[Buf] = ()) -> M:
+    def call(
+        self, message: Message, reply: type[M], deadline: float, payload: Sequence[Buf] = (), *,
+        lent: bool = False,
+    ) -> M:  # fmt: skip
         """:meth:`Channel.call`."""
-        answer = self.channel.call(message, reply, payload=payload, deadline=deadline)
+        answer = self.channel.call(message, reply, payload=payload, deadline=deadline, lent=lent)
         self.answered = True
         return answer
 

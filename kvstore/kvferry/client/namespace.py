@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 _AWAY: Final = (TransportError, UnavailableError, OverloadedError)
 _MARGIN_S: Final = (0.05, 1.0)
-_ONE_FRAME_NBYTES: Final = 4 << 20  # less is sent without asking first what is stored already
+_ONE_FRAME_NBYTES: Final = 4 << 20  # so much is sent without asking first what is stored already
 _ONE_STAGED_NBYTES: Final = 1 << 20  # the same where more can be staged instead, which is twice as fast
 
 
@@ -68,6 +68,7 @@ class ClientNamespace:
         self.block_nbytes = spec.block_nbytes
         self._link: Link = client.link
         self._in_one = ("", 0)  # see _sent_in_one, with the run of the daemon that it holds for
+        self._all_new = True  # whether nothing of the last save was stored: so it will be with the next
 
     def __repr__(self) -> str:
         return f"<ClientNamespace {self.namespace_id[:8].hex()}… at {self._link.url}>"
@@ -310,9 +311,12 @@ class ClientNamespace:
         keys = list(sources)
         with self._refusing(len(keys)):
             nbytes = len(keys) * self.block_nbytes
-            if nbytes <= _ONE_FRAME_NBYTES and nbytes <= self._sent_in_one(limit):
-                return self._save_in_one(sources, parent, limit)
+            if (nbytes <= _ONE_FRAME_NBYTES or self._all_new) and nbytes <= self._sent_in_one(limit):
+                stored = self._save_in_one(sources, parent, limit)
+                self._all_new = stored == len(keys)
+                return stored
             with self._twice(lambda: self._reserve(keys, parent, limit)) as lease:
+                self._all_new = len(lease) == len(keys)
                 return lease.save(sources, limit)
 
     def _sources(self, blocks: Sequence[tuple[BlockKey, Buf]]) -> dict[BlockKey, memoryview]:
@@ -342,7 +346,9 @@ class ClientNamespace:
             opened = self._open(line, limit)
             if line.shares and opened.writable:
                 return line.epoch, -1
-            return line.epoch, _ONE_STAGED_NBYTES if opened.stages is True else _ONE_FRAME_NBYTES
+            if opened.stages is True:
+                return line.epoch, _ONE_STAGED_NBYTES
+            return line.epoch, _ONE_FRAME_NBYTES if opened.in_one is msgspec.UNSET else opened.in_one
 
     def _save_in_one(self, sources: dict[BlockKey, memoryview], parent: BlockKey | None, limit: float) -> int:
         with self._link.line(limit) as line:
@@ -351,7 +357,7 @@ class ClientNamespace:
                 parent=parent, ended=line.take_ended(), abandoned=line.take_abandoned(),
             )  # fmt: skip
             payload = list(sources.values())
-            return line.call(request, d.Stored, limit, payload).blocks
+            return line.call(request, d.Stored, limit, payload, lent=True).blocks
 
     # ---- the rest --------------------------------------------------------------------------------
 

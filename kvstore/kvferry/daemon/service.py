@@ -6,13 +6,13 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, cast
 
 import msgspec
 
 from kvferry.core.blockstore import Hit
-from kvferry.core.buffers import Buf, page_aligned
+from kvferry.core.buffers import Buf
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import (
     ConfigError,
@@ -36,6 +36,7 @@ from kvferry.wire import daemon_messages as d
 from kvferry.wire.channel import Channel
 from kvferry.wire.incoming import Incoming
 from kvferry.wire.messages import AttachArena, Message, Ping, Pong
+from kvferry.wire.payload import scratch_pieces
 from kvferry.wire.shared_arena import ArenaOffer, can_share_arena
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _SLOT: Final = struct.Struct("<3Q")
 _IDLE_S: Final = 3600.0
 _SEND_S: Final = 10.0
 _SLOWEST: Final = 10e6  # bytes a second below which a client counts as stuck
-_MOST_IN_ONE_NBYTES: Final = 16 << 20  # of a save in one frame, what is stored already included
+_MOST_IN_ONE_NBYTES: Final = 64 << 20  # of a save in one frame, what is stored already included
 
 
 class Reply(NamedTuple):
@@ -195,15 +196,15 @@ class Service:
 
     def _open(self, message: d.OpenNamespace) -> Reply:
         number = self._namespaces.open(message)
-        shares = self._shares
         return Reply(
             d.NamespaceOpened(
                 namespace=number,
                 lease_s=self._node.lease_s,
-                shared=shares,
+                shared=self._shares,
                 writable=self._fills,
                 lossless=True if message.lossless is True else msgspec.UNSET,
                 stages=True if self._staging.may_stage else msgspec.UNSET,
+                in_one=_MOST_IN_ONE_NBYTES,
             )
         )
 
@@ -361,23 +362,14 @@ class Service:
         parent = None if message.parent is None else BlockKey(message.parent)
 
         def fill(slots: dict[BlockKey, memoryview]) -> None:
-            incoming.read_into(self._places(slots, keys, namespace.block_nbytes), deadline)
+            if len(slots) < len(keys):
+                return incoming.read_pieces(_places(slots, keys, namespace.block_nbytes), deadline)
+            return incoming.read_into(list(slots.values()), deadline)
 
         stored = namespace.save_by(keys, fill, parent=parent, deadline=deadline)
         if not stored:  # all were there before, or somebody was faster
             incoming.discard(deadline)
         return Reply(d.Stored(blocks=stored))
-
-    @staticmethod
-    def _places(
-        slots: dict[BlockKey, memoryview], keys: Sequence[BlockKey], block_nbytes: int
-    ) -> list[memoryview]:
-        """Where each block goes: its slot, or nowhere if it is stored already."""
-        if len(slots) == len(keys):
-            return list(slots.values())
-        nowhere = page_aligned((len(keys) - len(slots)) * block_nbytes)  # little: see _MOST_IN_ONE_NBYTES
-        dropped = (nowhere[at : at + block_nbytes] for at in range(0, len(nowhere), block_nbytes))
-        return [slots[key] if key in slots else next(dropped) for key in keys]
 
     def _write_lease(self, number: int) -> SlotWriteLease:
         lease = self._session.get(number)
@@ -446,6 +438,14 @@ class Service:
         d.AskPeer: _ask_peer,
         Ping: lambda _self, _message: Reply(Pong()),
     }
+
+
+def _places(
+    slots: Mapping[BlockKey, memoryview], keys: Sequence[BlockKey], block_nbytes: int
+) -> Iterator[list[memoryview]]:
+    """Where each block goes: its slot, or nowhere if it is stored already."""
+    for key in keys:
+        yield from [[slots[key]]] if key in slots else scratch_pieces(block_nbytes)
 
 
 def _lossy(lease: SlotReadLease | SlotWriteLease) -> tuple[int, ...] | msgspec.UnsetType:

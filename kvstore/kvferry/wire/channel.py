@@ -145,15 +145,18 @@ class Channel(ChannelState):
         deadline: float,
         request_id: int = 0,
         descriptors: Sequence[int] = (),
+        lent: bool = False,
     ) -> None:
         """Send one frame.
 
         Args:
             message: What to send.
-            payload: Scattered; may be reused when the call returns.
+            payload: Scattered; may be reused when the call returns, unless it is ``lent``.
             deadline: By which everything was handed to the transport.
             request_id: Echoed by the peer in its answer.
             descriptors: To be passed right behind the frame; the message says how many they are.
+            lent: Whether the payload stays as it is until the frame is answered, so that the kernel need not
+                copy it. Where it changes before, the receiver finds it damaged.
 
         Raises:
             ProtocolError: If the message may not be sent or is over a limit, or descriptors cannot be
@@ -166,7 +169,8 @@ class Channel(ChannelState):
         if not (lock.acquire(False) or lock.acquire(timeout=time_left(deadline))):
             raise TransferTimeoutError(f"{self.address}: another thread was sending until the deadline")
         try:
-            if not (self._short is not None and self._send_short(message, payload, deadline, request_id)):
+            short = self._short
+            if short is None or not self._send_short(short, message, payload, deadline, request_id, lent):
                 views = [view for part in payload if len(view := as_bytes_view(part))]
                 self._send_frame(message, views, deadline, request_id, total_nbytes(views))
             if memory is not None:
@@ -175,12 +179,13 @@ class Channel(ChannelState):
         finally:
             lock.release()
 
-    def _send_short(self, message: Message, payload: Sequence[Buf], deadline: float, request_id: int) -> bool:
+    def _send_short(
+        self, short: ShortWay, message: Message, payload: Sequence[Buf], deadline: float, request_id: int,
+        lent: bool,
+    ) -> bool:  # fmt: skip
         """Whether that was all."""
-        short = self._short
-        assert short is not None
         try:
-            code = short.send(message, request_id, payload, deadline)
+            code = short.send(message, request_id, payload, deadline, lent)
             if code is None:
                 return False
             if code != DONE:
@@ -336,9 +341,12 @@ class Channel(ChannelState):
         return message
 
     def call(
-        self, message: Message, reply_type: type[M], *, payload: Sequence[Buf] = (), deadline: float
-    ) -> M:
+        self, message: Message, reply_type: type[M], *, payload: Sequence[Buf] = (), deadline: float,
+        lent: bool = False,
+    ) -> M:  # fmt: skip
         """Send ``message`` and wait for its answer; for channels on which nothing else is under way.
+
+        ``lent``: as :meth:`send`.
 
         Returns:
             The answer. A peer that serves one request at a time may leave its request id 0.
@@ -347,7 +355,7 @@ class Channel(ChannelState):
             KVFerryError: As :meth:`send` and :meth:`expect`.
         """
         self._next_request += 1
-        self.send(message, payload, deadline=deadline, request_id=self._next_request)
+        self.send(message, payload, deadline=deadline, request_id=self._next_request, lent=lent)
         return self.expect(reply_type, deadline, request_id=self._next_request)
 
     def readable(self) -> bool:

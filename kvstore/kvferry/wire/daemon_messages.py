@@ -113,7 +113,8 @@ class NamespaceOpened(Message, frozen=True, tag="namespace_opened"):
 
     ``shared``: slots may be asked for by address, in segments that this connection may attach to.
     ``writable``: those of write leases too. ``lossless``: as it was asked for. ``stages``: what is saved
-    may lie in staging memory of the client (:class:`OfferStaging`).
+    may lie in staging memory of the client (:class:`OfferStaging`). ``in_one``: how many bytes a
+    :class:`SaveBlocks` may have, 16 MiB where it is not said.
     """
 
     namespace: Count
@@ -122,6 +123,7 @@ class NamespaceOpened(Message, frozen=True, tag="namespace_opened"):
     writable: bool = False
     lossless: bool | msgspec.UnsetType = msgspec.UNSET
     stages: bool | msgspec.UnsetType = msgspec.UNSET
+    in_one: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 class OfferStaging(Request, frozen=True, kw_only=True, tag="offer_staging"):

@@ -89,6 +89,13 @@ class Incoming(msgspec.Struct, eq=False):  # a struct: one is made for every fra
             )
         self._take((flat,), deadline)
 
+    def read_pieces(self, pieces: Iterable[list[memoryview]], deadline: float) -> None:
+        """As :meth:`read_into`, one list of views after the other, so that several may name the same memory.
+
+        Raises as :meth:`read_into`; that all of them hold ``payload_nbytes`` bytes is the caller's to see to.
+        """
+        self._take(pieces, deadline)
+
     def discard(self, deadline: float) -> None:
         """Receive the payload and drop it; does nothing if there is none or it was taken already.
 

@@ -39,8 +39,8 @@ class ShortWay:
     """Those of one channel; one thread may send while another receives.
 
     Attributes:
-        send: ``(message, request_id, payload, deadline)``: :data:`DONE`, or ``None`` if nothing was sent and
-            it is for the long way, or another code: see :meth:`error`.
+        send: ``(message, request_id, payload, deadline, lent)``: :data:`DONE`, or ``None`` if nothing was
+            sent and it is for the long way, or another code: see :meth:`error`.
         receive: ``(deadline, ahead)``: (message, request id, bytes of the payload); ``None`` if nothing was
             taken; how many bytes of a frame are in the place for what is received ahead, for the long way to
             go on with; or another code.
@@ -64,7 +64,7 @@ class ShortWay:
 
     def __init__(self, connection: HashedSocketConnection, functions: tuple[Any, ...]) -> None:
         self._connection = connection
-        self.send: Callable[[Message, int, Sequence[Buf], float], int | None] = functions[0]
+        self.send: Callable[[Message, int, Sequence[Buf], float, bool], int | None] = functions[0]
         self.receive: Callable[[float, bool], tuple[Message, int, int] | int | None] = functions[1]
         self.receive_payload: Callable[[Sequence[memoryview], float], int | None] = functions[2]
         self.hand_over: Callable[[], tuple[int, int]] = functions[3]

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from kvferry.bench.link.memory import LinkMemory, timed
 from kvferry.bench.link.requests import Operation, Request
 from kvferry.bench.results import Sample
@@ -31,6 +33,7 @@ class Link:
         checksum: Whether payloads carry one.
         verify: Whether every byte of every operation is compared by who received it, within its time.
         peer_cpu_s: Processor seconds of the peer so far, where they are known.
+        lent: Whether what is put is lent to the kernel, as blocks that a client of the daemon saves.
 
     Attributes:
         operations: Operations so far.
@@ -46,8 +49,10 @@ class Link:
         checksum: bool,
         verify: bool = False,
         peer_cpu_s: Callable[[], float] | None = None,
+        lent: bool = False,
     ) -> None:
         self._address = address
+        self._lent = lent
         self._options = ChannelOptions(role="bench", session="bench", checksum=checksum)
         self._memory = memory
         self._nbytes = memory.nbytes
@@ -56,6 +61,7 @@ class Link:
         self._channel: Channel | None = None
         self._asked = (Operation.PUT, 0, False)
         self._request: tuple[int, ...] = ()
+        self._touches = False
         self.operations = self.failed = self.checked = 0
         self._open()  # so that what cannot be reached is known before anything is measured
 
@@ -63,8 +69,12 @@ class Link:
         """``count`` messages of ``batch`` parts each; the bytes are those that the peer counted."""
         return self._timed(Operation.PUT, batch, count)
 
-    def get(self, batch: int, count: int) -> Sample:
-        """``count`` messages of ``batch`` parts from the peer; the bytes are those that came."""
+    def get(self, batch: int, count: int, *, touch: bool = False) -> Sample:
+        """``count`` messages of ``batch`` parts from the peer; the bytes are those that came.
+
+        Every byte is read if ``touch``.
+        """
+        self._touches = touch
         return self._timed(Operation.GET, batch, count)
 
     def echo(self, count: int) -> Sample:
@@ -122,7 +132,8 @@ class Link:
         first, parts = self._memory.parts(batch)
         request = PutLayer(layer=first, blocks=self._fields(operation, batch, verify))
         if operation is Operation.PUT:
-            return channel.call(request, LayerAck, payload=parts, deadline=deadline).count
+            answer = channel.call(request, LayerAck, payload=parts, deadline=deadline, lent=self._lent)
+            return answer.count
         channel.send(request, parts, deadline=deadline)
         return 2 * self._receive(channel, first, batch, deadline, verify=verify)
 
@@ -144,6 +155,9 @@ class Link:
         places = self._memory.places(batch, clear=verify)
         incoming = _answer(channel, deadline)
         incoming.read_into(places, deadline)
+        if self._touches:
+            for place in places:
+                np.frombuffer(place, np.uint64).max()
         if verify:
             self._memory.compare(first, places)
         return incoming.payload_nbytes

@@ -175,9 +175,14 @@ class _Beside:
             if self._ends is None:
                 self._ends = self._stack.enter_context(LinkEnds(walk))
             address = self._ends.of("tcp", pinned=self._options.url == "tcp:auto").address
-            link = Link(address, LinkMemory(nbytes, walk), checksum=self._options.checksum != "off")
+            checksum = self._options.checksum != "off"
+            link = Link(address, LinkMemory(nbytes, walk), checksum=checksum, lent=True)
             self._stack.callback(link.close)
-            found["tcp_bare"] = partial(link.put if verb == "save" else link.get, batch, count)
+            found["tcp_bare"] = (
+                partial(link.put, batch, count)
+                if verb == "save"
+                else partial(link.get, batch, count, touch=touch)
+            )
         if self._lmcache:
             other = LMCacheLink(self._lmcache, nbytes, walk)
             self._stack.callback(other.close)

@@ -9,6 +9,8 @@
 enum { CHANNEL_HEADER = 32, CHANNEL_TRAILER = 8, CHANNEL_HEAD = 4096, CHANNEL_SMALL = 8 << 10 };
 // Before a payload of so many bytes its head is sent alone: the receiver wakes up while the payload is copied.
 enum { CHANNEL_LARGE = 48 << 10 };
+// From so many bytes on a payload that stays as it is until it is answered is not copied but lent to the kernel.
+enum { CHANNEL_LENT = 256 << 10 };
 
 // The parts of one payload.
 typedef struct {
@@ -69,7 +71,18 @@ static size_t channel_head(const kvc_channel *c, PyObject *message, PyObject *re
     return found;
 }
 
-// send(message, request_id, payload, deadline)
+// The pipe by which payloads are lent, made when it is first needed; NULL if there is none.
+static const int *channel_pipe(kvc_channel *c) {
+    if (c->pipe[0] >= 0) return c->pipe;
+    if (pipe2(c->pipe, O_CLOEXEC)) return NULL;
+    if (fcntl(c->pipe[1], F_SETPIPE_SZ, STREAM_PIPE) >= STREAM_PIPE) return c->pipe;
+    close(c->pipe[0]); // the user has too many
+    close(c->pipe[1]);
+    c->pipe[0] = -1;
+    return NULL;
+}
+
+// send(message, request_id, payload, deadline, lent)
 static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_kernels *k) {
     uint8_t head[CHANNEL_HEAD];
     channel_parts payload;
@@ -77,6 +90,7 @@ static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_k
     long code = CHANNEL_LONG_WAY;
     *channel_position(c, CHANNEL_SENT) = 0;
     const double deadline = PyFloat_AsDouble(args[3]);
+    const int lent = PyObject_IsTrue(args[4]);
     if (PyErr_Occurred()) return NULL;
     if (!channel_take(&payload, args[2], 0)) return channel_none();
     const size_t nbytes = channel_head(c, args[0], args[1], payload.nbytes, head);
@@ -89,6 +103,7 @@ static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_k
         s.flags = MSG_NOSIGNAL;
         s.first = payload.nbytes >= CHANNEL_LARGE ? nbytes : 0;
         s.plain = !c->flags;
+        s.pipe = lent && !s.plain && payload.nbytes >= CHANNEL_LENT ? channel_pipe(c) : NULL;
         hash_begin(&s.hash);
         code = channel_move(c, &s, deadline, limit, CHANNEL_SENT, k);
         c->sent[0] = *channel_position(c, CHANNEL_SENT);
@@ -309,6 +324,10 @@ static void channel_destroy(PyObject *capsule) {
     PyBuffer_Release(&c->place);
     PyBuffer_Release(&c->positions);
     Py_DecRef(c->held);
+    if (c->pipe[0] >= 0) {
+        close(c->pipe[0]);
+        close(c->pipe[1]);
+    }
     free(c);
 }
 
@@ -351,6 +370,7 @@ static PyObject *channel_make(PyObject *of, PyMethodDef *methods, ssize_t count)
     c->look.most_ns = channel_number(of, 13);
     c->look.last_ns = UINT64_MAX;
     c->usual = CHANNEL_HEADER;
+    c->pipe[0] = -1;
     c->forks = channel_forks;
     c->held = of;
     Py_IncRef(of);

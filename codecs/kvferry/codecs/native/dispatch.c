@@ -1,4 +1,5 @@
 // What the library exports, and the choice of the instruction set at the first call.
+#define _GNU_SOURCE // vmsplice and splice
 #include "channel.h"
 #include "copy.h"
 #include "files.h"
@@ -171,7 +172,7 @@ KVC_EXPORT uint64_t kvc_stream_hash(const kvc_stream *stream) { return hash_end(
         (void)args; \
         return c && count == arguments ? call : channel_none(); \
     }
-CHANNEL_CALL(call_send, 4, channel_send(c, args, chosen()))
+CHANNEL_CALL(call_send, 5, channel_send(c, args, chosen()))
 CHANNEL_CALL(call_receive, 2, channel_receive(c, args, chosen()))
 CHANNEL_CALL(call_payload, 2, channel_payload(c, args, chosen()))
 CHANNEL_CALL(call_hand_over, 0, channel_hand_over(c))

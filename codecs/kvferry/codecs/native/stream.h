@@ -5,6 +5,8 @@
 #define KVC_STREAM_H
 
 #include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -14,6 +16,8 @@
 #include "look.h"
 
 enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 30000 };
+// Fewer bytes at once are copied, which costs no more; and what the pipe has room for.
+enum { STREAM_LENT = 64 << 10, STREAM_PIPE = 1 << 20 };
 // Or an errno; mirrored in hashed.py. CROSSED: another socket is due, which never is for who gave all the room there is.
 enum { STREAM_DONE = 0, STREAM_ENDED = -1, STREAM_STRAY = -2, STREAM_SHORT = -3, STREAM_CROSSED = -4 };
 
@@ -32,6 +36,8 @@ typedef struct {
     uint64_t first;            // so many bytes are sent by a call of their own before the others; 0: none
     uint64_t room;             // so many bytes, trailer included, go over this socket before another one is due
     uint64_t ahead;            // so many of the bytes that are sent next are hashed already
+    const int *pipe;           // by which parts are lent to the kernel, not copied; none: they are copied
+    uint64_t piped;            // so many of the bytes that are sent next are in it
     kvc_hash hash;
 } kvc_stream;
 
@@ -142,6 +148,37 @@ static void stream_look_ahead(kvc_stream *s, const kvc_kernels *k) {
     s->ahead = nbytes;
 }
 
+// Put the next bytes into the pipe, by reference, and hash them; false if the system has no way to, or not for this memory.
+static int stream_lend(kvc_stream *s, const struct iovec *window, int number, const kvc_kernels *k) {
+    const ssize_t taken = vmsplice(s->pipe[1], window, (size_t)number, SPLICE_F_NONBLOCK);
+    if (taken <= 0) return 0;
+    s->piped = (uint64_t)taken;
+    uint64_t left = s->piped;
+    for (int i = 0; left; i++) {
+        const uint64_t take = stream_least(window[i].iov_len, left);
+        stream_hash(s, window[i].iov_base, take, k);
+        left -= take;
+    }
+    return 1;
+}
+
+// As sendmsg of what is in the pipe; no signal comes of it.
+static ssize_t stream_splice(const kvc_stream *s) {
+    const unsigned flags = SPLICE_F_MORE | (s->flags & MSG_DONTWAIT ? SPLICE_F_NONBLOCK : 0);
+    sigset_t broken, before, due;
+    sigemptyset(&broken);
+    sigaddset(&broken, SIGPIPE);
+    sigpending(&due);
+    pthread_sigmask(SIG_BLOCK, &broken, &before);
+    const ssize_t moved = splice(s->pipe[0], NULL, s->fd, NULL, s->piped, flags);
+    const int error = errno;
+    const struct timespec now = {0, 0};
+    if (moved < 0 && error == EPIPE && !sigismember(&due, SIGPIPE)) sigtimedwait(&broken, NULL, &now);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    errno = error;
+    return moved;
+}
+
 // Send all parts and their hash behind them.
 static int stream_send(kvc_stream *s, const kvc_kernels *k) {
     struct iovec window[STREAM_PARTS + 1];
@@ -151,6 +188,15 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
         int number = 0;
         if (!s->room) return STREAM_CROSSED;
         if (stream_late(s)) return STREAM_SHORT;
+        if (s->piped) {
+            const ssize_t moved = stream_splice(s);
+            if (moved < 0) return errno;
+            stream_advance(s, (uint64_t)moved, 0, k);
+            s->piped -= (uint64_t)moved;
+            s->room -= (uint64_t)moved;
+            if (s->piped) return STREAM_SHORT;
+            continue;
+        }
         // the last bytes are hashed first, so that the hash leaves with them
         uint64_t most = s->left <= STREAM_LAST || s->sealed ? s->left : s->left - STREAM_LAST;
         if (most > STREAM_SEND_WINDOW) most = STREAM_SEND_WINDOW;
@@ -159,6 +205,10 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
         s->first = 0;
         const uint64_t nbytes = stream_window(s, window, &number, stream_least(most, s->room));
         const int last = nbytes == s->left;
+        if (s->pipe && !alone && !last && nbytes >= STREAM_LENT) {
+            if (stream_lend(s, window, number, k)) continue;
+            s->pipe = NULL;
+        }
         if (last && !s->sealed) {
             for (int i = 0; i < number; i++) stream_hash(s, window[i].iov_base, window[i].iov_len, k);
             s->trailer = hash_end(&s->hash, k);
