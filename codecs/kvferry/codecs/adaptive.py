@@ -61,6 +61,9 @@ _DISTURBED_S: Final = 1.0
 _TRIALS_SHARE: Final = 0.005
 """Of the time, which trials that fail may cost."""
 _TRIAL_ENDS_S: Final = 0.005
+_TRIAL_LOSES_S: Final = 0.1
+"""A trial that has lost so much ends with its first window: others are as long."""
+_LONGEST_OLD_S: Final = 600.0
 _LONGEST_PAUSE_S: Final = 2.0
 _OTHER_LINK: Final = 2.0
 _QUIET_S: Final = 0.3
@@ -112,7 +115,8 @@ class AdaptiveChoice:
     therefore has the benefit of a doubt that becomes smaller with each window, and is left once it is slower
     than raw beyond that, after three windows if it is much slower. What was measured is kept, and the doubt
     grows again with the traffic in between, so what was slow by little is tried again soon, what was slow by
-    much late; a trial begins with the last three windows of the one before, and has three of its own.
+    much late; a trial begins with the last three windows of the one before, and has three of its own, or one
+    if that alone lost much: the more it lost, the longer it is remembered.
 
     What the cores limited took some seconds for each of encoding and decoding, and one that was never in use
     is expected to need as many; until that is known, what leaves cores to spare is tried first, once all were
@@ -293,8 +297,11 @@ class AdaptiveChoice:
 
     def _on_trial(self) -> bool:
         """Whether what is in use has not shown yet what it costs."""
-        used = self._candidates.get(self._chosen)
-        return used is not None and self._used_windows < _TRIAL_WINDOWS
+        return self._chosen in self._candidates and not self._tried()
+
+    def _tried(self) -> bool:
+        lost = self._used_s - self._used_nbytes * self._to_beat
+        return self._used_windows >= (1 if lost > _TRIAL_LOSES_S else _TRIAL_WINDOWS)
 
     def _paused(self) -> bool:
         """Whether the trials that failed have cost enough for now; nothing holds for another link."""
@@ -326,6 +333,7 @@ class AdaptiveChoice:
         if lost > 0:
             self._paused_until = self._traffic_s + min(lost / _TRIALS_SHARE, _LONGEST_PAUSE_S)
             self._paused_link = self._link.value
+            left.forgotten_at = now + min(max(lost / _TRIALS_SHARE, _OLD_S), _LONGEST_OLD_S)
         elif to == RAW:
             left.forgotten_at = now + _DISTURBED_S
 
@@ -335,7 +343,7 @@ class AdaptiveChoice:
         """Seconds a byte, with the doubt that is left in its favour: that is what makes it worth a trial."""
         formula, flow = self._formula(candidate), candidate.flow
         if candidate.name == self._chosen:
-            if self._used_windows < _TRIAL_WINDOWS:
+            if not self._tried():
                 return formula
             return flow.value / (1.0 + (0.0 if flow.settled else _DOUBTS * flow.doubt))
         if candidate.promised:

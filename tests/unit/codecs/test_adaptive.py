@@ -365,3 +365,11 @@ def test_the_link_is_seldom_looked_at_where_it_is_what_limits() -> None:
     _, names = link.run(30.0)
     assert 10 <= names[RAW] <= 60
     assert names.total() > 2000
+
+
+def test_a_pipeline_that_is_slow_beyond_measure_takes_few_pieces() -> None:
+    """Each of them takes 0.9 s: the first two are enough, and it is not tried again within minutes."""
+    link = Link(0.05, {"ebp": Speed(1.42, 0.45, 0.45)}, {"ebp": 400.0})
+    _, names = link.run(120.0)
+    assert link.choice.status().switches == 2
+    assert 2 <= names["ebp"] <= 3, names
