@@ -19,6 +19,7 @@ __all__ = [
     "address_of",
     "addresses_of",
     "as_bytes_view",
+    "as_places",
     "copy_into",
     "page_aligned",
     "total_nbytes",
@@ -52,14 +53,54 @@ def as_bytes_view(buf: Buf) -> memoryview:
     """``buf`` as a flat view of bytes, without a copy.
 
     Raises:
-        TypeError: If it is not contiguous.
+        TypeError: If it is no buffer, is not contiguous, or holds Python objects.
     """
-    view = buf.data if isinstance(buf, np.ndarray) else memoryview(buf)
+    try:
+        view = buf.data if isinstance(buf, np.ndarray) else memoryview(buf)
+    except TypeError as error:
+        hint = "; one buffer goes in a list as several do, [data]" if isinstance(buf, int) else ""
+        raise TypeError(
+            f"{type(buf).__name__} is no buffer; bytes, memoryview and numpy arrays are{hint}"
+        ) from error
     if view.ndim == 1 and view.format == "B" and view.c_contiguous:
         return view
+    if not view.c_contiguous:
+        raise TypeError(
+            f"memory of shape {view.shape} and strides {view.strides} is not contiguous: copy it first, "
+            "as numpy.ascontiguousarray does"
+        )
+    if view.format == "O":
+        raise TypeError(f"an array of {view.shape} Python objects has addresses, not bytes: give it a dtype")
     if view.nbytes == 0:
         return memoryview(b"")
     return view.cast("B")
+
+
+def as_places(views: Sequence[memoryview]) -> Sequence[memoryview]:
+    """``views`` as flat views of bytes to be filled: themselves where they are that already.
+
+    Whoever fills them counts by ``len``, which is items or rows of a view that is not flat bytes.
+
+    Raises:
+        TypeError: If one cannot be written, or is nothing that :func:`as_bytes_view` takes.
+    """
+    for view in views:
+        if (
+            type(view) is not memoryview
+            or view.ndim != 1
+            or view.format != "B"
+            or view.readonly
+            or not view.c_contiguous
+        ):
+            return [_as_place(one) for one in views]
+    return views
+
+
+def _as_place(buf: Buf) -> memoryview:
+    view = as_bytes_view(buf)
+    if view.readonly and len(view):
+        raise TypeError(f"{type(buf).__name__} of {len(view)} bytes is read-only: receive into a bytearray")
+    return view
 
 
 def address_of(view: memoryview) -> int:

@@ -96,6 +96,35 @@ class TransportBytes(TransportFixtures):
             other.recv_into([memoryview(received)], self.soon())
         assert received == b"bytesarrayview" + numbers.tobytes()
 
+    @pytest.mark.parametrize("rows", [3, 100_000])
+    def test_views_of_any_items_and_shape_are_filled(self, pool: ThreadPoolExecutor, rows: int) -> None:
+        numbers = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
+        received = np.zeros_like(numbers)
+        with self.connected() as ends:
+            self.transfer(pool, ends, [numbers], [received[:1].data, received[1:].data])
+            self.transfer(pool, ends, [numbers[:1]], [received[-1:].data])
+        assert np.array_equal(received[:-1], numbers[:-1])
+        assert np.array_equal(received[-1], numbers[0])
+
+    @pytest.mark.parametrize("nbytes", [8, 1 << 20])
+    def test_memory_that_cannot_be_moved_is_refused_and_the_stream_goes_on(
+        self, pool: ThreadPoolExecutor, nbytes: int
+    ) -> None:
+        scattered = [memoryview(bytearray(2 * nbytes))[::2], np.zeros((nbytes, 2), np.uint8)[:, 0].data]
+        received = bytearray(nbytes)
+        with self.connected() as (one, other):
+            for view in scattered:
+                with pytest.raises(TypeError, match="is not contiguous"):
+                    one.send([b"x" * nbytes, view], self.soon())
+            self.transfer(pool, (one, other), [bytes(nbytes)], [memoryview(received)])
+            sending = pool.submit(one.send, [b"y" * nbytes], self.soon())
+            for view in [*scattered, memoryview(bytes(nbytes))]:
+                with pytest.raises(TypeError, match=r"is not contiguous|is read-only"):
+                    other.recv_into([view], self.soon())
+            other.recv_into([memoryview(received)], self.soon())
+            sending.result(timeout=self.patience_s)
+        assert received == b"y" * nbytes
+
     def test_sent_buffers_may_be_reused_at_once(self, pool: ThreadPoolExecutor) -> None:
         rounds, nbytes = 20, 500_000
         buffer = bytearray(nbytes)

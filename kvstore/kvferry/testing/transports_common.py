@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Final, TypeAlias
@@ -18,7 +18,7 @@ from typing import ClassVar, Final, TypeAlias
 import numpy as np
 import pytest
 
-from kvferry.core.buffers import ByteArray
+from kvferry.core.buffers import Buf, ByteArray
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError, TransportError
 from kvferry.transports.base import Connection, Listener, Transport
@@ -183,7 +183,7 @@ class TransportFixtures(ABC):
         return bytes(received)
 
     def transfer(
-        self, pool: ThreadPoolExecutor, ends: Ends, parts: list[ByteArray], targets: list[memoryview]
+        self, pool: ThreadPoolExecutor, ends: Ends, parts: Sequence[Buf], targets: list[memoryview]
     ) -> None:
         """Send ``parts`` in a thread while this one receives them into ``targets``."""
         sending = pool.submit(ends[0].send, parts, self.soon())

@@ -9,6 +9,7 @@ from kvferry.core.buffers import (
     PAGE_NBYTES,
     _rows,
     as_bytes_view,
+    as_places,
     copy_into,
     page_aligned,
     total_nbytes,
@@ -38,9 +39,31 @@ def test_views_of_bytes_share_memory() -> None:
     assert view == array.tobytes()
     assert as_bytes_view(np.empty((0, 3), np.float32)).nbytes == 0
     assert bytes(as_bytes_view(b"ab")) == b"ab"
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"shape \(2, 2\) and strides \(12, 8\) is not contiguous: copy it"):
         as_bytes_view(array[:, ::2])
+    with pytest.raises(TypeError, match=r"Python objects has addresses, not bytes"):
+        as_bytes_view(np.array([None, 1], object))
+    with pytest.raises(TypeError, match=r"list is no buffer; bytes, memoryview and numpy arrays are$"):
+        as_bytes_view([b"x"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"int is no buffer; .*one buffer goes in a list .* \[data\]"):
+        [as_bytes_view(part) for part in b"abc"]  # type: ignore[arg-type]
     assert total_nbytes([memoryview(b"ab"), memoryview(b"c")]) == 3
+
+
+def test_places_are_flat_bytes_that_can_be_written() -> None:
+    flat = [memoryview(bytearray(2)), memoryview(bytearray(3))]
+    assert as_places(flat) is flat
+    array = np.zeros((2, 3), np.float32)
+    places = as_places([*flat, array.data, memoryview(bytearray(4)).cast("b"), memoryview(b"")])
+    assert [(place.format, place.ndim, len(place)) for place in places] == [
+        ("B", 1, n) for n in (2, 3, 24, 4, 0)
+    ]
+    places[2][:4] = np.float32(7).tobytes()
+    assert array[0, 0] == 7
+    with pytest.raises(TypeError, match="memoryview of 2 bytes is read-only: receive into a bytearray"):
+        as_places([memoryview(b"ab")])
+    with pytest.raises(TypeError, match="Python objects"):
+        as_places([np.array([None, 1], object).data])
 
 
 def test_copies_have_equal_sizes() -> None:

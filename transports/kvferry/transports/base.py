@@ -48,11 +48,12 @@ class Connection(ABC):
 
     @abstractmethod
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Fill all ``views`` (flat, writable) in order, exactly.
+        """Fill all ``views`` (contiguous, writable, of any items and shape) in order, exactly.
 
         Raises:
             TransferTimeoutError: At the deadline. Some bytes may be taken: abort the connection.
             ConnectionClosedError: If the stream ends first; the message says after how many bytes.
+            TypeError: If a view cannot be filled so; nothing was received.
         """
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
@@ -62,7 +63,7 @@ class Connection(ABC):
         a transport that can do better does.
 
         Args:
-            view: Flat and writable; ``minimum`` bytes or more.
+            view: Flat bytes (format ``B``) and writable; ``minimum`` bytes or more.
             minimum: At least 1.
             deadline: By which it is done.
 

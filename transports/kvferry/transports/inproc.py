@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from kvferry.core.address import Address, parse_url
-from kvferry.core.buffers import Buf, as_bytes_view, copy_into, total_nbytes
+from kvferry.core.buffers import Buf, as_bytes_view, as_places, copy_into, total_nbytes
 from kvferry.core.clock import is_past, time_left
 from kvferry.core.errors import ConfigError, ConnectError, ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection, Listener, Transport
@@ -180,7 +180,7 @@ class _InprocConnection(Connection):
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         self._check_open()
-        left = [view for view in views if len(view)]
+        left = [view for view in as_places(views) if len(view)]
         if left:
             self._incoming.read_into(left, deadline)
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.buffers import Buf, as_bytes_view, as_places, total_nbytes
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError, TransferTimeoutError
 from kvferry.core.log import LogLimiter
@@ -164,7 +164,7 @@ class LaneConnection(StreamConnection):
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`."""
         self._enter()
-        left = [view for view in views if len(view)]
+        left = [view for view in as_places(views) if len(view)]
         wanted, got = total_nbytes(left), 0
         stripe, into = divmod(self.positions[_RECEIVED], STRIPE_NBYTES)
         if 0 < wanted <= STRIPE_NBYTES - into:

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 
 from typing_extensions import Buffer
 
-from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.buffers import Buf, as_bytes_view, as_places, total_nbytes
 from kvferry.core.clock import is_past, remaining, time_left
 from kvferry.core.errors import (
     ConnectionClosedError,
@@ -189,6 +189,7 @@ class SocketConnection(StreamConnection):
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`."""
+        views = as_places(views)
         guard = self._guard
         guard.enter(self._name)
         try:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, cast
 
-from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.buffers import Buf, as_bytes_view, as_places, total_nbytes
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConnectionClosedError, KVFerryError, TransferTimeoutError
 from kvferry.transports.sockets import SocketConnection
@@ -154,6 +154,7 @@ class TlsConnection(SocketConnection):
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`."""
+        views = as_places(views)
         wanted, got = total_nbytes(views), 0
         self._guard.enter(self._name)
         try:

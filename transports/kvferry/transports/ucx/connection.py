@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.core.buffers import Buf, as_bytes_view
+from kvferry.core.buffers import Buf, as_bytes_view, as_places
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection
@@ -83,6 +83,7 @@ class UcxConnection(Connection):
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`. Host memory only."""
+        views = as_places(views)
         self._control.enter()
         try:
             with self._receiving:
@@ -165,7 +166,7 @@ class UcxConnection(Connection):
 
 
 def _host_view(part: Buf) -> memoryview:
-    if type(part) is memoryview and part.ndim == 1 and part.format == "B":
+    if type(part) is memoryview and part.ndim == 1 and part.format == "B" and part.c_contiguous:
         return part
     if isinstance(part, (bytes, memoryview, bytearray, np.ndarray)):
         return as_bytes_view(part)
