@@ -4,6 +4,7 @@ import pytest
 
 from kvferry.bench.link.serve import serve_link
 from kvferry.bench.registry import Options
+from kvferry.bench.results import Param
 from kvferry.bench.scenarios import transport_link, transport_rate
 from kvferry.bench.scenarios.transport import TransportOptions
 from kvferry.core.config import Config
@@ -62,6 +63,44 @@ def test_ends_are_apart_unless_they_may_be_anywhere() -> None:
         TransportOptions.of(Options(params={"with": "none", "ends": "same"}))
 
 
-def test_auto_is_not_served() -> None:
+@pytest.mark.parametrize("url", ["auto://127.0.0.1:0", "inproc://a"])
+def test_only_what_can_be_dialled_is_served(url: str) -> None:
     with pytest.raises(ConfigError, match="has to be named"):
-        serve_link("auto://127.0.0.1:0", None, Config())
+        serve_link(url, None, Config())
+
+
+@pytest.mark.parametrize("walk", ["0", "1000TiB"])
+def test_a_walk_is_memory_that_there_is(walk: str) -> None:
+    with pytest.raises(ConfigError, match=r"--walk \d+: take from 4096 bytes up to"):
+        serve_link("tcp://127.0.0.1:0", walk, Config())
+    with pytest.raises(ConfigError, match="--walk"):
+        TransportOptions.of(Options(params={"with": "none", "walk": walk}))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"scheme": ""}, "--scheme '' names nothing"),
+        ({"connect": " "}, "--connect ' ' names nothing"),
+        ({"checksum": ","}, "--checksum ',' names nothing"),
+        ({"scenario": ""}, "--scenario '' names nothing"),
+        ({"with": "none,redis"}, "none leaves all of them out"),
+        (
+            {"scenario": "transport.tcp.put", "scheme": "unix"},
+            "--scheme unix beside --scenario transport.tcp.put",
+        ),
+        ({"connect": "tcp://127.0.0.1:9", "scheme": "tcp,ucx"}, "--scheme tcp,ucx beside --connect tcp://"),
+        ({"seconds": float("inf")}, "--seconds inf: a run takes at most 3600 s"),
+        ({"seconds": float("nan")}, "--seconds nan"),
+    ],
+)
+def test_what_was_asked_is_never_left_aside(params: dict[str, Param], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TransportOptions.of(Options(params={"with": "none", **params}))
+
+
+def test_a_scheme_may_stand_beside_what_has_it() -> None:
+    found = TransportOptions.of(
+        Options(params={"scenario": "transport.tcp.put", "scheme": "tcp", "with": "none"})
+    )
+    assert found.scenarios == ("transport.tcp.put",)

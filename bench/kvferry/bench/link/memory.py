@@ -14,12 +14,28 @@ import numpy as np
 from kvferry.bench.blocks import BlockSource
 from kvferry.bench.ceilings import ColdWalk
 from kvferry.bench.results import Sample
+from kvferry.core.arena import available_memory
 from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import ConfigError, CorruptBlockError, KVFerryError
+from kvferry.core.units import parse_nbytes
 
-__all__ = ["LinkMemory", "MemoryPool", "SharedMemory", "parts_at_once", "timed"]
+__all__ = ["LinkMemory", "MemoryPool", "SharedMemory", "parse_walk", "parts_at_once", "timed"]
 
 _RETURN_S = 0.01  # who has just answered is about to give its memory back
+
+
+def parse_walk(text: str | float) -> int:
+    """Bytes of a walk.
+
+    Raises:
+        ConfigError: If it is malformed, below a page, or above the memory that is available.
+    """
+    nbytes, available = parse_nbytes(text), available_memory()
+    if not PAGE_NBYTES <= nbytes <= available:
+        raise ConfigError(
+            f"--walk {nbytes}: take from {PAGE_NBYTES} bytes up to what memory is available, {available}"
+        )
+    return nbytes
 
 
 def parts_at_once(nbytes: int, batch: int, walk_nbytes: int) -> int:

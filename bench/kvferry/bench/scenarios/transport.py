@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvferry.bench.ceilings import COLD_NBYTES
 from kvferry.bench.link.ends import LinkEnds
+from kvferry.bench.link.memory import parse_walk
 from kvferry.bench.link.mooncake import MooncakeTe
 from kvferry.bench.link.redis import redis_problem
 from kvferry.bench.pairing import MIN_RUNS, Progress
@@ -35,6 +36,7 @@ DEFAULT_PORT = 8470
 _KINDS = ("put", "get", "roundtrip", "batch")
 _CHECKSUMS = ("off", "xxh3")
 _PLACES = ("apart", "anywhere")
+_MAX_SECONDS = 3600
 SCENARIOS = {
     **{
         f"transport.{scheme}.{kind}": "transport_batch:run" if kind == "batch" else "transport_link:run_link"
@@ -97,8 +99,9 @@ class TransportOptions:
         Raises:
             ConfigError: For a value that cannot be used.
         """
+        _refuse_empty(options)
         address = _server(str(options.param("connect", "")))
-        walk = parse_nbytes(options.param("walk", COLD_NBYTES))
+        walk = parse_walk(options.param("walk", COLD_NBYTES))
         if address and str(options.param("lanes", "")):
             raise ConfigError(
                 "--lanes beside --connect: the lanes are part of the address, as in tcp://host:port?lanes=4"
@@ -124,8 +127,21 @@ class TransportOptions:
             alternatives=_alternatives(options),
             apart=_words(options, "ends", "apart", _PLACES) != ("anywhere",),
             rate=rate,
-            seconds=float(options.param("seconds", 5.0)),
+            seconds=_seconds(options),
         )
+
+
+def _refuse_empty(options: Options) -> None:
+    for name, value in (options.params or {}).items():
+        if isinstance(value, str) and not value.strip(" ,"):
+            raise ConfigError(f"--{name} {value!r} names nothing; leave it out for its default")
+
+
+def _seconds(options: Options) -> float:
+    found = float(options.param("seconds", 5.0))
+    if not found <= _MAX_SECONDS:
+        raise ConfigError(f"--seconds {found:g}: a run takes at most {_MAX_SECONDS} s")
+    return found
 
 
 def _server(text: str) -> str:
@@ -156,6 +172,8 @@ def _words(options: Options, name: str, default: str, known: tuple[str, ...]) ->
 def _alternatives(options: Options) -> tuple[str, ...]:
     """Those that were asked for, else those that can be measured here."""
     asked = _words(options, "with", "", (*ALTERNATIVES, "none"))
+    if "none" in asked and len(asked) > 1:
+        raise ConfigError(f"--with {','.join(asked)}: none leaves all of them out; name some, or none alone")
     problems = {name: _problem_with(name) for name in asked or ALTERNATIVES if name != "none"}
     for name in asked:
         if problems.get(name):
@@ -221,12 +239,18 @@ def _sizes(text: str, walk_nbytes: int) -> tuple[int, ...]:
 
 def _scenarios(options: Options, address: str) -> tuple[str, ...]:
     """Those that were asked for, without transports that are not installed unless they were named."""
+    asked = _words(options, "scheme", "", (*SCHEMES, "mooncake"))
     name = options.scenario(SCENARIOS)
+    named = name.split(".")[1] if name else parse_url(address).scheme if address else ""
+    if named and asked and asked != (named,):
+        what = f"--scenario {name}" if name else f"--connect {address}"
+        raise ConfigError(
+            f"--scheme {','.join(asked)} beside {what}: that is of {named}; leave one of both out"
+        )
     if name:
         return (name,)
     if address:
-        return tuple(f"transport.{parse_url(address).scheme}.{kind}" for kind in _KINDS)
-    asked = _words(options, "scheme", "", (*SCHEMES, "mooncake"))
+        return tuple(f"transport.{named}.{kind}" for kind in _KINDS)
     schemes = asked or tuple(scheme for scheme in SCHEMES if is_installed(scheme))
     return tuple(found for found in SCENARIOS if found.split(".")[1] in schemes)
 
