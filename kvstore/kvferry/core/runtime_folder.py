@@ -20,7 +20,15 @@ def runtime_folder_path() -> Path:
     """``$XDG_RUNTIME_DIR/kvferry``, else ``kvferry-UID`` in the folder for temporary files; not made."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     own = f"kvferry-{os.geteuid()}"
-    return Path(given) / "kvferry" if Path(given).is_absolute() else Path(tempfile.gettempdir()) / own
+    return Path(given) / "kvferry" if Path(given).is_absolute() else _temporary_folder() / own
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:  # also where no file can be opened to try one
+        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+        raise
 
 
 def runtime_folder() -> Path:

@@ -16,6 +16,7 @@ import trustme
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, ConfigError, ConnectError
 from kvferry.core.native import native
+from kvferry.core.runtime_folder import runtime_folder_path
 from kvferry.testing.few_files import few_more_files, no_more_files
 from kvferry.transports import connect, explain, get_transport, listen, registry
 from kvferry.transports.auto.listener import AutoListener
@@ -166,3 +167,11 @@ def test_ucx_does_not_end_the_process_for_want_of_files(free: int) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "ulimit -n" in ran.stdout
+
+
+def test_folder_for_temporary_files_that_cannot_be_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no file may be opened, Python finds every folder unusable."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        runtime_folder_path()

@@ -192,6 +192,8 @@ def test_end_without_the_end_of_tls_is_a_cut(listener: Listener) -> None:
         one._guard.sock.shutdown(socket.SHUT_WR)
         with pytest.raises(ConnectionClosedError, match=r"cut.* after 10 of 20 bytes"):
             received(other, 20)
+        with pytest.raises(ConnectionClosedError, match=r"cut by the peer .* while sending"):
+            other.send([b"x"], soon())
 
 
 def test_end_of_tls_is_an_end(listener: Listener) -> None:

@@ -292,6 +292,10 @@ class TlsConnection(SocketConnection):
     def _end_of_session(self, error: ssl.SSLError, doing: str) -> KVFerryError:
         if self._guard.closed:
             return ConnectionClosedError(f"{self._name} was closed here while {doing}")
+        if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):  # the end was seen before
+            return ConnectionClosedError(
+                f"{self._name} {self._over or 'was ended by the peer'} while {doing}"
+            )
         return stream_error(error, self._name)
 
 
