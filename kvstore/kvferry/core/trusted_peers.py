@@ -21,15 +21,19 @@ class TrustedPeers:
             are written and never looked up.
 
     Raises:
-        ConfigError: If one of them is none of these, or a network has host bits.
+        ConfigError: If one of them is none of these, or a network has host bits, or there is a text in
+            place of a list.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
+        if isinstance(names, str):
+            raise ConfigError(f"trusted_peers is the text {names!r}: write a list, [{names!r}]")
         self.names = tuple(name.strip() for name in names)
         self._hosts: set[str] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         for name in self.names:
-            if _HOST.fullmatch(name) and _address(name) is None:
+            # no host name ends in a number: that is an address with a mistake in it
+            if _HOST.fullmatch(name) and not name.rpartition(".")[2].isdigit():
                 self._hosts.add(name.lower())
                 continue
             try:

@@ -199,9 +199,21 @@ def test_trusted_peers() -> None:
     for other in ("10.2.0.1", "192.168.0.50", "node-77", "::1", "", "127.0.0.1", 5):
         assert other not in peers
     assert not TrustedPeers([])
-    for wrong in ("", "10.1.0.1/16", "10.1.0.0/99", "name/8", '["10.1.0.1"]', "two names"):
+    for wrong in (
+        "",
+        "10.1.0.1/16",
+        "10.1.0.0/99",
+        "name/8",
+        '["10.1.0.1"]',
+        "two names",
+        "256.1.1.1",
+        "10.1.0",
+    ):
         with pytest.raises(ConfigError, match="trusted_peers"):
             TrustedPeers([wrong])
+    for text in ("localhost", "10.1.0.1"):  # whose letters would be host names
+        with pytest.raises(ConfigError, match=f"trusted_peers is the text '{text}': write a list"):
+            TrustedPeers(text)
 
 
 @needs_library
