@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import msgspec
 import typer
 
-from kvferry.cli.options import ConfigFile, Json
+from kvferry.cli.options import ConfigFile, Json, absolute
 from kvferry.cli.output import print_json, print_table, say
 from kvferry.core.errors import ConfigError, RequestError
 from kvferry.core.units import (
@@ -64,7 +64,7 @@ def _path(file: str | None, config: str | None) -> Path:
     from kvferry.core.config_sources import load_config
     from kvferry.daemon.credentials import credentials_path
 
-    setting = str(Path(file).absolute()) if file else load_config(config).config.daemon.credentials
+    setting = absolute(file, "--file") if file else load_config(config).config.daemon.credentials
     path = credentials_path(setting)
     if path is None:
         raise ConfigError("daemon.credentials is none: say with --file where the credentials file is")
@@ -118,7 +118,11 @@ class _Place:
             try:
                 self._number = os.open(out, flags, 0o600)
             except OSError as error:
-                raise ConfigError(f"the token cannot be written to {out}: {error.strerror}") from error
+                there = "; nothing is written over: remove it, or name another file"
+                remedy = there if isinstance(error, FileExistsError) else ""
+                raise ConfigError(
+                    f"the token cannot be written to {out}: {error.strerror}{remedy}"
+                ) from error
 
     def __enter__(self) -> _Place:
         return self

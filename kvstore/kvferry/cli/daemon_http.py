@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 import msgspec
 import typer
 
+from kvferry.cli.options import absolute
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in, time_left
 from kvferry.core.errors import ConfigError, ConnectError, ProtocolError, RequestError, TransferTimeoutError
@@ -110,7 +111,7 @@ class Port:
         url = url or daemon.http
         if url is None:
             raise ConfigError("daemon.http is none: say with --url where the daemon's HTTP port is")
-        return cls(url, token_file or daemon.token_file)
+        return cls(url, absolute(token_file, "--token-file") or daemon.token_file)
 
     def status(self) -> DaemonStatus:
         """The daemon's status.

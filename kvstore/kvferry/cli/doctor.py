@@ -91,12 +91,15 @@ def _listen_probe(option: str, url: str, config: Config) -> tuple[str, str, Prob
     """A probe of an address to listen on, which the process that has it must accept too."""
     from kvferry.core.diagnosis import Finding
     from kvferry.core.process import require_loopback
+    from kvferry.transports import require_scheme
     from kvferry.transports.diagnosis import address_probe
 
     area, name, probe = address_probe(option, url, listens=True)
 
     def look() -> Iterable[Finding]:
         try:
+            if not url.startswith(("http://", "https://")):
+                require_scheme(url, option)
             tokens = config.daemon.credentials != "none" if option == "daemon.listen" else None
             require_loopback(url, option, trusted_network=config.wire.trusted_network, credentials=tokens)
         except KVFerryError as error:

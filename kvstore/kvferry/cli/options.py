@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Optional, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Optional, TypeAlias, overload
 
 import typer
 
 if TYPE_CHECKING:
     from kvferry.core.config import Config
 
-__all__ = ["ConfigFile", "Flags", "Json", "Sets", "load_and_log"]
+__all__ = ["ConfigFile", "Flags", "Json", "Sets", "absolute", "load_and_log"]
 
 ConfigFile = Annotated[
     Optional[str],  # noqa: UP045  typer evaluates it
@@ -24,6 +24,27 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 Flags: TypeAlias = Mapping[str, tuple[str, object]]
 """Dotted key to the option as users write it and its value; a value of ``None`` was not given."""
+
+
+@overload
+def absolute(path: str, option: str) -> str: ...
+
+
+@overload
+def absolute(path: str | None, option: str) -> str | None: ...
+
+
+def absolute(path: str | None, option: str) -> str | None:
+    """A path of the command line is from the folder that the command was given in; words stay as they are.
+
+    Raises:
+        ConfigError: If it begins with ``~`` and there is no such home folder.
+    """
+    from kvferry.core.user_path import user_path
+
+    if path is None or path in ("", "auto", "none"):
+        return path
+    return str(user_path(path, option).absolute())
 
 
 def load_and_log(config: str | None, assignments: Sequence[str] | None, flags: Flags | None = None) -> Config:

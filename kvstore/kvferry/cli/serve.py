@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from kvferry.cli.options import ConfigFile, Sets, load_and_log
+from kvferry.cli.options import ConfigFile, Sets, absolute, load_and_log
 
 __all__ = ["serve"]
 
@@ -60,22 +59,15 @@ def serve(
     """
     gc.disable()  # nothing of a start is garbage, and looking for it takes a sixth of the time
     flags = {
-        "daemon.socket": ("--socket", _absolute(socket)),
+        "daemon.socket": ("--socket", absolute(socket, "--socket")),
         "daemon.listen": ("--listen", listen or None),
         "store.dram_capacity": ("--capacity", capacity),
-        "daemon.disk": ("--disk", _absolute(disk)),
+        "daemon.disk": ("--disk", absolute(disk, "--disk")),
         "daemon.disk_capacity": ("--disk-capacity", disk_capacity),
         "daemon.http": ("--http", http),
-        "daemon.credentials": ("--credentials", _absolute(credentials)),
+        "daemon.credentials": ("--credentials", absolute(credentials, "--credentials")),
     }
     loaded = load_and_log(config, sets, flags)
     from kvferry.daemon.main import run_daemon
 
     run_daemon(loaded)
-
-
-def _absolute(path: str | None) -> str | None:
-    """A path of the command line is from the folder that the command was given in."""
-    if path in (None, "", "auto", "none") or Path(path).expanduser().is_absolute():
-        return path
-    return str(Path(path).absolute())

@@ -19,7 +19,6 @@ from kvferry.core.address import parse_url
 from kvferry.core.blockstore import Completion, Stats
 from kvferry.core.clock import checked_deadline, deadline_in
 from kvferry.core.errors import (
-    KVFerryError,
     LeaseExpiredError,
     OverloadedError,
     TransportError,
@@ -88,13 +87,7 @@ class Client:
         self._prefetched_at = 0.0
         self._prefetches = 0
         self._polled_at = 0.0
-        try:
-            self.link.connect(deadline_in(options.connect_timeout_s))
-        except UnavailableError as error:
-            cause = error.__cause__
-            if isinstance(cause, KVFerryError) and not cause.retryable:
-                self.link.close()
-                raise cause from None
+        self.link.connect_first(deadline_in(options.connect_timeout_s))
 
     def __repr__(self) -> str:
         return f"<Client of {self.link.url}>"

@@ -301,6 +301,7 @@ class ClientWriteLease(_ClientLease):
         try:
             return self._ask_commit(deadline, publish, payload)
         except BaseException as error:
+            self._over = f"its commit failed: {error}"
             self._link.end(self.number, self.epoch)
             if publish:
                 self._link.abandon(publish)

@@ -116,6 +116,7 @@ class Link:
         self._pause_s = 0.0
         self._timeouts = 0
         self._busy = False
+        self._holds_lines = False  # until a new client is made, or not
         self._said: deque[tuple[Any, ...]] = deque()  # lines of the log that are due: level, text, arguments
         self._ended: list[int] = []
         self._telling: tuple[int, ...] = ()  # the same, of which it is being told
@@ -167,6 +168,24 @@ class Link:
             raise
         except (TransportError, CapacityError, OverloadedError) as error:
             raise UnavailableError(f"{self.url}: the daemon does not answer: {error}") from error
+
+    def connect_first(self, deadline: float) -> None:
+        """Reach the daemon for a new client; one that is away is no error.
+
+        Raises:
+            KVFerryError: If it will never work so: a wrong address, token or daemon. The link is closed, and
+                the log has nothing of it: the daemon is not away.
+        """
+        self._holds_lines = True
+        try:
+            self.connect(deadline)
+        except UnavailableError as error:
+            cause = error.__cause__
+            if isinstance(cause, KVFerryError) and not cause.retryable:
+                self.close()
+                raise cause from None
+        self._holds_lines = False
+        self._tell()
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -307,7 +326,7 @@ class Link:
 
     def _tell(self) -> None:
         """Log what is due, without the lock: a slow handler holds up nobody who asks."""
-        while self._said:
+        while self._said and not self._holds_lines:
             with contextlib.suppress(IndexError):  # another thread has taken the last
                 log.log(*self._said.popleft())
 

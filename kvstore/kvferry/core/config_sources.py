@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -14,6 +13,7 @@ from kvferry.core.config import Config, TierConfig
 from kvferry.core.config_types import allowed, is_secret, show
 from kvferry.core.errors import ConfigError
 from kvferry.core.nearest import did_you_mean
+from kvferry.core.user_path import user_path
 
 __all__ = [
     "OTHER_VARIABLES",
@@ -218,7 +218,7 @@ def _from_file(file: str | os.PathLike[str] | None) -> _Found:
         named = f"{file} ($KVFERRY_CONFIG)"
     if file is None:
         return {}
-    path = Path(file).expanduser()
+    path = user_path(file, "the configuration file")
     if path.is_dir():
         raise ConfigError(f"configuration file {named}: it is a folder, must be a TOML file")
     if not path.is_file():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.user_path import user_path
 
 __all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "read_token", "require_owners_alone", "token_source"]
 
@@ -63,7 +64,7 @@ def token_source(file: str | None) -> Callable[[], bytes] | None:
     """
     path = file or os.environ.get(TOKEN_FILE_VARIABLE) or None
     if path is not None:
-        where = Path(path).expanduser()
+        where = user_path(path, "the token file")
         return lambda: read_token(where).encode("ascii")
     text = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not text:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from kvferry.core.errors import AuthError
+from kvferry.core.errors import AuthError, RequestError
+from kvferry.daemon.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from kvferry.daemon.status import DaemonStatus, TenantStatus
     from kvferry.daemon.tenants import Tenants
     from kvferry.daemon.token import AdminToken
+    from kvferry.store.tiered import TieredStore
 
-__all__ = ["OPERATOR", "Caller", "caller_of", "seen_by"]
+__all__ = ["OPERATOR", "Caller", "caller_of", "seen_by", "store_of"]
+
+_MOST_NAMED: Final = 8
 
 
 class Caller(NamedTuple):
@@ -48,6 +53,28 @@ def caller_of(authorization: str, token: AdminToken, tenants: Tenants) -> Caller
     except AuthError:
         return None
     return Caller(grant.tenant.name) if grant.allows("admin") else None
+
+
+def store_of(
+    stores: Mapping[str, TieredStore], tenant: str | None, caller: Caller
+) -> tuple[str, TieredStore]:
+    """The tenant that a request names, else the caller's own (``default`` of the operator), and its store.
+
+    Raises:
+        RequestError: If it is not there, or not the caller's, who is told of no tenant but his own.
+    """
+    name = tenant or caller.tenant or DEFAULT_TENANT
+    store = stores.get(name)
+    if store is not None and caller.may_touch(name):
+        return name, store
+    if caller.tenant is not None:
+        raise RequestError(f"there is no tenant {name[:120]!r}; this token is of {caller.tenant}")
+    names = sorted(stores)
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    raise RequestError(
+        f"there is no tenant {name[:120]!r}; name one with --tenant (tenant), there are: "
+        f"{', '.join(names[:_MOST_NAMED]) or 'none'}{more}"
+    )
 
 
 def seen_by(caller: Caller, status: DaemonStatus) -> DaemonStatus:

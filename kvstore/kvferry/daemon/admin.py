@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
@@ -11,7 +12,7 @@ import msgspec
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import AuthError, KVFerryError, RequestError
 from kvferry.core.keys import split_keys
-from kvferry.daemon.tenants import DEFAULT_TENANT
+from kvferry.daemon.access import store_of
 
 if TYPE_CHECKING:
     from kvferry.daemon.access import Caller
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from kvferry.store.tier import TierNamespace
     from kvferry.store.tiered import TieredStore
 
-__all__ = ["VERBS", "AdminDone", "Clear", "Drain", "Evict", "Pin", "Reload", "perform"]
+__all__ = ["VERBS", "AdminDone", "Clear", "Drain", "Evict", "Pin", "Reload", "decode", "perform"]
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ _DAY_S: Final = 86400.0
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Prefix: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8,64}$")]
 _MOST_NAMED: Final = 8
+_MOST_KEYS: Final = 4096
+_MOST_TTL_S: Final = 7 * _DAY_S
+_MOST_DRAIN_S: Final = 10.0
 
 
 class _Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,8 +59,8 @@ class Pin(_OfNamespaces, frozen=True, kw_only=True):
     Without keys those of the chosen namespaces that memory and disk hold now.
     """
 
-    keys: Annotated[tuple[Hex, ...], msgspec.Meta(max_length=4096)] = ()
-    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=7 * _DAY_S)] = 3600.0
+    keys: Annotated[tuple[Hex, ...], msgspec.Meta(max_length=_MOST_KEYS)] = ()
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=_MOST_TTL_S)] = 3600.0
 
 
 class Evict(_Verb, frozen=True, kw_only=True):
@@ -68,7 +72,7 @@ class Evict(_Verb, frozen=True, kw_only=True):
 class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Take no new work, end what is under way, write what slower tiers lack; or take work again."""
 
-    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=10)] = 5.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_DRAIN_S)] = 5.0
     resume: bool = False
 
 
@@ -99,6 +103,36 @@ VERBS: Final[dict[str, type[Any]]] = {
 }
 """Path below ``/admin/`` to what its body is."""
 
+_WANTED: Final = {
+    "tenant": "a tenant's name",
+    "namespace": "an id of 64 digits of 0-9a-f as kvferry inspect shows it, or at least its first 8",
+    "model": "MODEL, or MODEL@REVISION",
+    "keys": f"at most {_MOST_KEYS} keys of 64 digits of 0-9a-f each",
+    "ttl_s": f"seconds, above 0 and at most {_MOST_TTL_S:g}",
+    "nbytes": "a number of bytes, at least 1",
+    "timeout_s": f"seconds, from 0 to {_MOST_DRAIN_S:g}",
+    "resume": "true or false",
+}
+"""What each field of a body must be, for people."""
+
+
+def decode(verb: str, body: bytes) -> object:
+    """What the body of an admin request asks for.
+
+    Raises:
+        RequestError: If it is no such body; with what it must be.
+    """
+    if not body.strip():
+        raise RequestError(f"{verb} has no body: send a JSON object, {{}} if there is nothing to say")
+    try:
+        return msgspec.json.decode(body, type=VERBS[verb])
+    except msgspec.DecodeError as error:
+        found = re.search(r"at `\$\.(\w+)", str(error))
+        wanted = _WANTED.get(found[1]) if found else None
+        if found is None or wanted is None:
+            raise RequestError(f"the body of {verb}: {error}") from error
+        raise RequestError(f"{found[1]} of {verb} must be {wanted}") from error
+
 
 def perform(daemon: Daemon, request: object, caller: Caller, reload: Callable[[], None]) -> AdminDone:
     """Do what an admin request asks for.
@@ -116,17 +150,17 @@ def perform(daemon: Daemon, request: object, caller: Caller, reload: Callable[[]
         return _reload(daemon, reload)
     if not isinstance(request, _Verb):
         raise RequestError(f"{type(request).__name__} is no admin request")
-    tenant = request.tenant or caller.tenant or DEFAULT_TENANT
-    store = daemon.stores.get(tenant)
-    if store is None or not caller.may_touch(tenant):
-        raise RequestError(f"there is no tenant {tenant!r}")
+    _, store = store_of(daemon.stores, request.tenant, caller)
     if isinstance(request, Clear):
         return _clear(store, request)
     if isinstance(request, Pin):
         return _pin(store, request)
     assert isinstance(request, Evict)
     count, nbytes = store.evict(request.nbytes)
-    return AdminDone(done=nbytes >= request.nbytes, blocks=count, text=f"{nbytes} bytes go from memory")
+    text = f"{nbytes} bytes go from memory"
+    if nbytes < request.nbytes:
+        text += f", of {request.nbytes} asked for: what else is there is leased or pinned"
+    return AdminDone(done=nbytes >= request.nbytes, blocks=count, text=text)
 
 
 def _reload(daemon: Daemon, reload: Callable[[], None]) -> AdminDone:

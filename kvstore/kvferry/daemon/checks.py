@@ -15,8 +15,10 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.process import require_loopback
 from kvferry.core.runtime_folder import daemon_socket, runtime_folder
 from kvferry.core.units import format_nbytes
+from kvferry.core.user_path import user_path
 from kvferry.store.disk.names import tenant_folder
 from kvferry.store.remote.peer import PeerOptions
+from kvferry.transports import require_scheme
 
 if TYPE_CHECKING:
     from kvferry.core.config import Config, StoreConfig
@@ -49,6 +51,7 @@ def listen_urls(config: Config) -> list[tuple[str, str]]:
     for url, option in found:
         if parse_url(url, default_port=0).scheme in ("inproc", "http", "https"):
             raise ConfigError(f"{url} ({option}): a daemon listens on unix, tcp, tls, ucx or auto addresses")
+        require_scheme(url, option)
         require_loopback(
             url,
             option,
@@ -66,7 +69,7 @@ def peer_token(config: Config, tenant: str) -> str | None:
     """
     if config.daemon.peer_tokens == "none":
         return None
-    folder = Path(config.daemon.peer_tokens).expanduser()
+    folder = user_path(config.daemon.peer_tokens, "daemon.peer_tokens")
     if not folder.is_absolute():
         raise ConfigError(
             f"daemon.peer_tokens is {config.daemon.peer_tokens!r}: write an absolute path or none"
@@ -141,7 +144,7 @@ def store_config(config: Config) -> StoreConfig:
                 "daemon.disk_capacity (--disk-capacity) is given, though daemon.disk (--disk) is none"
             )
         return store
-    folder = cache_dir() / "blocks" if daemon.disk == "auto" else Path(daemon.disk).expanduser()
+    folder = cache_dir() / "blocks" if daemon.disk == "auto" else user_path(daemon.disk, "daemon.disk")
     if not folder.is_absolute():
         raise ConfigError(f"daemon.disk is {daemon.disk!r}: write an absolute path, auto or none")
     tier = TierConfig.model_validate(

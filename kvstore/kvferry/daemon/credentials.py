@@ -24,6 +24,7 @@ import msgspec
 from kvferry.core.errors import AuthError, ConfigError
 from kvferry.core.tenants import check_tenant
 from kvferry.core.token_file import require_owners_alone
+from kvferry.core.user_path import user_path
 
 __all__ = [
     "RIGHTS",
@@ -199,7 +200,7 @@ def credentials_path(setting: str) -> Path | None:
     """
     if setting == "none":
         return None
-    path = Path(setting).expanduser()
+    path = user_path(setting, "daemon.credentials")
     if not path.is_absolute():
         raise ConfigError(f"daemon.credentials is {setting!r}: write an absolute path or none")
     return path

@@ -34,8 +34,8 @@ from kvferry.core.http_port import HttpServer, PortLimits, client_is_gone
 from kvferry.core.log import LogLimiter
 from kvferry.core.metrics import CONTENT_TYPE
 from kvferry.core.open_files import lack_of_files
-from kvferry.daemon.access import OPERATOR, Caller, caller_of, seen_by
-from kvferry.daemon.admin import VERBS, AdminDone, perform
+from kvferry.daemon.access import OPERATOR, Caller, caller_of, seen_by, store_of
+from kvferry.daemon.admin import VERBS, AdminDone, decode, perform
 from kvferry.daemon.event_stream import EventStreams, Snapshot
 from kvferry.daemon.faults import Faults
 from kvferry.daemon.metrics import DaemonMetrics, daemon_metrics
@@ -283,10 +283,7 @@ class DaemonHttp:
 
     async def _events(self, request: Request) -> Response:
         caller = await self._require_token(request)
-        tenant = request.query_params.get("tenant", caller.tenant or "default")
-        store = self._daemon.stores.get(tenant)
-        if store is None or not caller.may_touch(tenant):
-            raise RequestError(f"there is no tenant {tenant[:120]!r}")
+        tenant, store = store_of(self._daemon.stores, request.query_params.get("tenant"), caller)
         tiers = frozenset(request.query_params.getlist("tier"))
         if unknown := tiers.difference(names := ["dram", *(level.name for level in store.levels)]):
             raise RequestError(f"there is no tier {min(unknown)[:120]!r}; there are: {', '.join(names)}")
@@ -308,10 +305,7 @@ class DaemonHttp:
     def _admin(self, verb: str) -> Endpoint:
         async def answer(request: Request) -> Response:
             caller = await self._require_token(request)
-            try:
-                wanted = msgspec.json.decode(await _body(request), type=VERBS[verb])
-            except msgspec.DecodeError as error:
-                raise RequestError(f"the body of {verb}: {error}") from error
+            wanted = decode(verb, await _body(request))
 
             def act() -> AdminDone:
                 if client_is_gone(request.scope):  # it was told that this failed

@@ -13,6 +13,7 @@ from typing import Final
 from kvferry.core.errors import ConfigError, KVFerryError
 from kvferry.core.runtime_folder import runtime_folder, runtime_folder_path
 from kvferry.core.token_file import read_token
+from kvferry.core.user_path import user_path
 
 __all__ = ["AdminToken", "read_token", "token_path"]
 
@@ -31,7 +32,7 @@ def token_path(setting: str) -> Path | None:
         return None
     if setting == "auto":
         return runtime_folder_path() / _NAME
-    path = Path(setting).expanduser()
+    path = user_path(setting, "daemon.token_file")
     if not path.is_absolute():
         raise ConfigError(f"daemon.token_file is {setting!r}: write an absolute path, auto or none")
     return path

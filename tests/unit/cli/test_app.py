@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli import app, main, serve
+from kvferry.cli import app, main, options
 from kvferry.core.errors import AuthError, ConfigError, ConnectError, RequestError
 
 MINE = "test_app_commands"
@@ -218,10 +218,12 @@ def test_help_is_filled_and_offers_only_what_is_ours(
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"), [("./dd", "{}/dd"), ("/a/b", "/a/b"), ("none", "none"), ("~/x", "~/x"), (None, None)]
+    ("given", "taken"),
+    [("./dd", "{}/dd"), ("/a/b", "/a/b"), ("none", "none"), ("~/x", "/home/me/x"), (None, None)],
 )
 def test_paths_of_the_command_line_are_from_where_it_is_given(
     given: str | None, taken: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert serve._absolute(given) == (taken and taken.format(tmp_path))
+    monkeypatch.setenv("HOME", "/home/me")
+    assert options.absolute(given, "--disk") == (taken and taken.format(tmp_path))

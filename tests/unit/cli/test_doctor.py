@@ -83,6 +83,8 @@ def test_addresses_of_the_daemon_are_looked_at(capsys: pytest.CaptureFixture[str
     assert _run("--set", "daemon.listen=tcp://0.0.0.0:0") == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "tcp://0.0.0.0:0 (daemon.listen) can be reached from other hosts" in text
+    assert _run("--set", "daemon.listen=tpc://host:1") == 1
+    assert "there is no transport 'tpc'" in " ".join(capsys.readouterr().out.split())
     _run("--set", "daemon.listen=tls://0.0.0.0:0", "--set", "daemon.credentials=/there")
     assert "can be reached" not in " ".join(
         capsys.readouterr().out.split()

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.client import Client, ClientOptions
 from kvferry.client.link import Link
-from kvferry.core.errors import UnavailableError
+from kvferry.core.errors import ConfigError, LeaseExpiredError, UnavailableError
 from kvferry.testing.blocks import save_blocks, small_spec, wait_until
 from kvferry.testing.processes import Command
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
@@ -130,3 +130,36 @@ def test_a_slow_log_holds_up_no_call(tmp_path: Path) -> None:
         log.setLevel(logging.NOTSET)
         link.close()
     assert held == [("WARNING", False), ("INFO", False)]
+
+
+@pytest.mark.parametrize("options", [ClientOptions(token_file="/there/is/no/such/token"), ClientOptions()])
+def test_what_a_new_client_is_refused_for_is_not_told_as_a_daemon_that_is_away(
+    options: ClientOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error says it; the log had said beside it that nothing is found or stored meanwhile."""
+    with pytest.raises(ConfigError):
+        Client("tcp://127.0.0.1:1" if options.token_file else "http://127.0.0.1:1", options)
+    assert "away" not in caplog.text
+
+
+def test_a_new_client_of_an_absent_daemon_says_so_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(f"unix://{tmp_path}/none.sock", PAUSES):
+        assert "the daemon is away" in caplog.text
+
+
+def test_a_write_lease_whose_commit_failed_says_so_afterwards(tmp_path: Path) -> None:
+    """It had said that it was committed, of blocks that nobody had stored."""
+    words = ("--socket", f"{tmp_path}/d.sock", "--listen", "none", "--disk", "none", "--http", "none")
+    with Command("serve", *words) as daemon:
+        daemon.wait_ready()
+        with Client(f"unix://{tmp_path}/d.sock", PAUSES) as client:
+            ns = client.namespace(SPEC)
+            lease = ns.reserve(ns.keys([1] * SPEC.block_tokens), parent=None, deadline=time.monotonic() + 20)
+            daemon.process.kill()
+            daemon.wait()
+            with pytest.raises(UnavailableError):
+                lease.commit()
+            with pytest.raises(LeaseExpiredError, match=r"has ended: its commit failed: .*away"):
+                lease.commit()

@@ -211,3 +211,44 @@ def test_the_commands_do_it_and_say_so(
     assert kvferry("drain", "--timeout", "1s")[0] == 0
     assert kvferry("drain", "--resume") == (0, "it takes new work again\n")
     assert kvferry("reload") == (0, "the token was read again\n")
+
+
+def test_a_token_file_of_the_command_line_is_from_the_folder_it_is_given_in(
+    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["reload", "--url", running.http.url, "--token-file", "token"])
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "told"),
+    [
+        ("clear", b"", "clear has no body: send a JSON object"),
+        ("clear", b'{"namespace": "zz"}', "namespace of clear must be an id of 64 digits"),
+        ("pin", b'{"namespace": "00000000", "keys": ["zz"]}', "keys of pin must be at most 4096 keys of 64"),
+        ("pin", b'{"ttl_s": 0}', "ttl_s of pin must be seconds, above 0 and at most 604800"),
+        ("evict", b'{"nbytes": "1MiB"}', "nbytes of evict must be a number of bytes"),
+        ("drain", b'{"timeout_s": 60}', "timeout_s of drain must be seconds, from 0 to 10"),
+        ("drain", b'{"resume": 1}', "resume of drain must be true or false"),
+        ("clear", b'{"tenant": 1}', "tenant of clear must be a tenant's name"),
+        ("clear", b'{"model": ""}', "model of clear must be MODEL"),
+        ("clear", b'{"x": 1}', "unknown field `x`"),
+    ],
+)
+def test_a_body_that_is_not_taken_is_told_what_it_must_be(
+    running: Running, verb: str, body: bytes, told: str
+) -> None:
+    shown = {"authorization": f"Bearer {running.token}"}
+    with pytest.raises(RequestError, match=told):
+        running.port.ask("POST", f"/admin/{verb}", body, shown)
+
+
+def test_evict_says_why_it_evicts_less(running: Running, admin: Port) -> None:
+    keys = saved(running)
+    assert running.client.flush(deadline=deadline_in(20))
+    with running.client.namespace(SPEC).load(keys, deadline=deadline_in(20)):
+        done = admin.admin("evict", Evict(nbytes=1))
+    assert not done.done
+    assert done.text == "0 bytes go from memory, of 1 asked for: what else is there is leased or pinned"

@@ -231,6 +231,14 @@ def test_commands_refuse_by_name(
     assert named in capsys.readouterr().err
 
 
+def test_a_token_is_written_over_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "there"
+    out.touch()
+    assert run("credentials", "add", "x", "--out", str(out), "--file", str(tmp_path / "c.json")) == 2
+    assert "remove it, or name another file" in capsys.readouterr().err
+    assert not out.read_bytes()
+
+
 def test_without_a_file_the_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("credentials", "list") == 2
     assert "daemon.credentials" in capsys.readouterr().err

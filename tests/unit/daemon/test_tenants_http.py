@@ -129,3 +129,9 @@ def test_an_admin_changes_its_own_tenant_alone(site: Site, ports: Callable[[byte
     operator = ports(b"operator-s-own-token")
     assert "credentials of 2 tenants" in operator.admin("reload", Reload()).text
     assert operator.admin("clear", Clear(tenant="b")).blocks == len(keys)
+    with pytest.raises(RequestError, match=r"no tenant 'default'; name one with --tenant .*: a, b$"):
+        operator.admin("clear", Clear())
+    with pytest.raises(RequestError, match=r"no tenant 'c'; .*: a, b$"):
+        operator.ask("GET", "/events?tenant=c", headers={"authorization": "Bearer operator-s-own-token"})
+    with pytest.raises(RequestError, match=r"no tenant 'b'; this token is of a$"):
+        port.admin("clear", Clear(tenant="b"))

@@ -28,6 +28,7 @@ __all__ = [
     "recent_choices",
     "region_registry",
     "registry",
+    "require_scheme",
 ]
 
 registry: Final[Registry[type[Transport]]] = Registry("kvferry.transports")
@@ -47,6 +48,23 @@ def get_transport(scheme: str) -> Transport:
         PluginUnavailableError: If what it needs is not installed; the message says how to install it.
     """
     return registry.load(scheme)()
+
+
+def require_scheme(url: str, option: str) -> None:
+    """See that there is a transport of an address, without loading it.
+
+    Args:
+        url: The address.
+        option: What says so.
+
+    Raises:
+        ConfigError: If there is none; names the address, the option and the transports that there are.
+    """
+    scheme, separator, _ = url.strip().partition("://")
+    names = registry.names()
+    if separator and scheme not in names:
+        there = ", ".join(names)
+        raise ConfigError(f"{url} ({option}): there is no transport {scheme!r}; there are: {there}")
 
 
 def _transport_of(url: str) -> Transport:

@@ -38,7 +38,7 @@ from kvferry.engine.weights import load_model, revision
 from kvferry.store import open_store
 from kvferry.store.device import PoolOptions
 from kvferry.streaming import STREAM_CAPABILITIES, STREAM_WINDOWS, StreamCodec, codec_capabilities
-from kvferry.transports import RegionTransport, recent_choices, region_registry
+from kvferry.transports import RegionTransport, recent_choices, region_registry, require_scheme
 from kvferry.transports import registry as transports
 from kvferry.transports.choices import uses
 from kvferry.wire import Channel, ChannelOptions, ChannelServer, Incoming
@@ -319,6 +319,7 @@ def listen(
         ConfigError: If it is taken, cannot be bound, or is open to other hosts without leave: names the
             address and the option that moves it.
     """
+    require_scheme(url, option)
     require_loopback(url, option, trusted_network=config.wire.trusted_network)
     try:
         return ChannelServer(

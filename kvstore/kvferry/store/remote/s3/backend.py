@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import obstore
@@ -17,6 +16,7 @@ from kvferry.core.buffers import copy_into
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConfigError, TierError
 from kvferry.core.regular_file import open_regular
+from kvferry.core.user_path import user_path
 from kvferry.store.problems import Problems
 from kvferry.store.remote.backend import Answer, Backend, Done, Get, Listed, Put
 from kvferry.store.remote.payload import Received
@@ -257,7 +257,7 @@ def _store(options: S3Options) -> S3Store:
     }
     if options.ca_file is not None:
         try:
-            with open_regular(Path(options.ca_file).expanduser()) as file:
+            with open_regular(user_path(options.ca_file, "ca_file")) as file:
                 client["root_certificate"] = file.read()
         except OSError as error:
             raise ConfigError(f"ca_file: cannot read {options.ca_file}: {error.strerror}") from error
