@@ -204,6 +204,10 @@ KVC_EXPORT PyObject *kvc_ucx_make(PyObject *of) {
     return ucx_make(of, methods, sizeof methods / sizeof *methods);
 }
 
+KVC_EXPORT size_t kvc_ways_nbytes(void) { return sizeof(kvc_ways); }
+KVC_EXPORT int kvc_ways_next(kvc_ways *ways, uint64_t nbytes) { return ways_next(ways, nbytes); }
+KVC_EXPORT void kvc_ways_took(kvc_ways *ways, uint64_t nbytes, uint64_t ns) { ways_took(ways, nbytes, ns); }
+
 KVC_EXPORT size_t kvc_file_nbytes(void) { return sizeof(kvc_file); }
 KVC_EXPORT size_t kvc_turns_nbytes(void) { return sizeof(files_turns); }
 KVC_EXPORT void kvc_turns_begin(files_turns *turns, size_t count) { turns_begin(turns, count); }

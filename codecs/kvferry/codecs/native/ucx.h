@@ -6,10 +6,12 @@
 #define KVC_UCX_H
 
 #include "channel.h"
+#include "ways.h"
 
 // Mirrored in transports/ucx: lane.py, outgoing.py, frames.py.
 enum { UCX_WINDOW = 32, UCX_SMALL = 8 << 10, UCX_HALVED = 16 << 10, UCX_JOINED = 1 << 20, UCX_CHUNK = 4 << 20, UCX_LENGTH_BITS = 23 };
 enum { UCX_LONGEST = UCX_CHUNK + (64 << 10), UCX_LOOK_EVERY = 256, UCX_YIELD_EVERY = 8, UCX_POLL_EVERY = 32, UCX_PARAM = 256 };
+enum { UCX_IN_TWO = 0, UCX_IN_ONE = 1, UCX_SIZES = 64 }; // ways to receive a message into one place
 enum { UCX_IN_PROGRESS = 1, UCX_FIRST_ERROR = -100 }; // of ucs_status_t
 // What a turn of waiting found: nothing, or why Python has to go on.
 enum { UCX_ON = 0, UCX_LEFT = 1, UCX_FAILED = 2 };
@@ -42,6 +44,7 @@ typedef struct {
     uint8_t none[UCX_PARAM], scattered[UCX_PARAM]; // ucp_request_param_t: without options, and for several places
     struct iovec places[STREAM_PARTS + 1];         // ucp_dt_iov_t, of the message that is received
     uint8_t small[UCX_SMALL];                      // parts that are sent as one
+    kvc_ways ways[UCX_SIZES];                      // of received messages, by the bits of their size
 } kvc_ucx;
 
 // A call that waits.
@@ -231,33 +234,44 @@ static uint64_t ucx_await(kvc_ucx *u, ucx_taking *t, int *code) {
     return info.length;
 }
 
-// The places of the next `nbytes`, one of them as two halves: what goes to one the kernel copies, page by page.
+// The places of the next `nbytes`; those side by side are one.
 static size_t ucx_places(kvc_ucx *u, const channel_parts *p, ucx_taking *t, uint64_t nbytes) {
     size_t count = 0;
     while (nbytes) {
         const struct iovec *part = &p->parts[t->index];
+        uint8_t *place = (uint8_t *)part->iov_base + t->offset;
         uint64_t take = part->iov_len - t->offset;
         if (take > nbytes) take = nbytes;
-        if (take) u->places[count++] = (struct iovec){(uint8_t *)part->iov_base + t->offset, take};
+        struct iovec *last = count ? &u->places[count - 1] : NULL;
+        if (last && (uint8_t *)last->iov_base + last->iov_len == place) last->iov_len += take;
+        else if (take) u->places[count++] = (struct iovec){place, take};
         nbytes -= take;
         t->offset += take;
         if (t->offset == part->iov_len) t->index++, t->offset = 0;
     }
+    return count;
+}
+
+// Start to receive a message into `count` places. What goes to one the kernel copies, page by page, at this end; what goes
+// to several, UCX moves in pieces through shared memory, with both ends at work. So one may be given as two halves.
+static void *ucx_begin(kvc_ucx *u, size_t count, uint64_t nbytes, uint64_t tag, int way) {
     struct iovec *one = &u->places[0], *other = &u->places[1];
-    if (count == 1 && one->iov_len >= UCX_HALVED) {
-        *other = (struct iovec){(uint8_t *)one->iov_base + one->iov_len / 2, one->iov_len - one->iov_len / 2};
-        one->iov_len /= 2;
+    if (count == 1 && way == UCX_IN_TWO) {
+        *other = (struct iovec){(uint8_t *)one->iov_base + nbytes / 2, nbytes - nbytes / 2};
+        one->iov_len = nbytes / 2;
         count = 2;
     }
-    return count;
+    return count == 1 ? u->of.receive(u->worker, one->iov_base, nbytes, tag, UINT64_MAX, u->none)
+                      : u->of.receive(u->worker, u->places, count, tag, UINT64_MAX, u->scattered);
 }
 
 // Receive a message that has come.
 static int ucx_take(kvc_ucx *u, const channel_parts *p, ucx_taking *t, uint64_t nbytes) {
     const size_t count = ucx_places(u, p, t, nbytes);
-    const uint64_t tag = ucx_tag(t->position, nbytes);
-    void *request = count == 1 ? u->of.receive(u->worker, u->places[0].iov_base, nbytes, tag, UINT64_MAX, u->none)
-                               : u->of.receive(u->worker, u->places, count, tag, UINT64_MAX, u->scattered);
+    kvc_ways *ways = count == 1 && nbytes >= UCX_HALVED ? &u->ways[63 - __builtin_clzll(nbytes)] : NULL;
+    const int way = ways ? ways_next(ways, nbytes) : UCX_IN_ONE;
+    const uint64_t began = look_now();
+    void *request = ucx_begin(u, count, nbytes, ucx_tag(t->position, nbytes), way);
     t->unproven |= nbytes >= UCX_SMALL; // smaller ones were copied before their sender went on
     int status = ucx_is_error(request) ? (int)(intptr_t)request : 0;
     if (request && !status) {
@@ -273,6 +287,7 @@ static int ucx_take(kvc_ucx *u, const channel_parts *p, ucx_taking *t, uint64_t 
     }
     t->status = status;
     if (status) return UCX_FAILED;
+    if (ways) ways_took(ways, nbytes, look_now() - began);
     t->coming = 0;
     t->got += nbytes;
     t->position += nbytes;
