@@ -205,15 +205,16 @@ class Level:
                 if self._masked[name] <= 0:
                     del self._masked[name]
 
-    def hides(self, namespace_id: bytes) -> Callable[[BlockKey], bool]:
-        """Tells of each key of a namespace whether its block, if there is one, is not shown as of now."""
+    def removes(self, namespace_id: bytes) -> Callable[[BlockKey], bool]:
+        """Tells of each key of a namespace whether its block is being removed as of now.
+
+        Those that could not be removed, which are not shown either, are not among them: nobody counted them.
+        """
         with self._lock:
             if (namespace_id, None) in self._masked:
                 return lambda _key: True
-            hidden = {key for ns, key in (*self._masked, *self._undead) if ns == namespace_id}
-            shown = self._unnamed.get(namespace_id)
-            known = None if shown is None else set(shown)
-        return lambda key: key in hidden or (known is not None and key not in known)
+            masked = {key for ns, key in self._masked if ns == namespace_id}
+        return lambda key: key in masked
 
     def written(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> None:
         """``keys`` were stored anew: what could not be removed before may be shown again."""

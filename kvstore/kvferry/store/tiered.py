@@ -424,7 +424,7 @@ class TieredStore(MemoryStore):
         keys = None if keys is None else list(dict.fromkeys(keys))
         with self._lock:
             self._require_open()
-            hidden = {level: level.hides(ns) for level in self.levels}  # removed before, and counted there
+            before = {level: level.removes(ns) for level in self.levels}  # by others, who count them
             for level in self.levels:
                 level.mask(ns, keys)  # a load that begins now must not bring up what is not removed yet
             self._down.cancel(ns, keys)
@@ -436,7 +436,7 @@ class TieredStore(MemoryStore):
                 if namespace.local_only and writer.level.tier.to_daemons:
                     continue
                 found = self._remove_from(writer, namespace, keys, until)
-                gone.update(itertools.filterfalse(hidden[writer.level], found))
+                gone.update(itertools.filterfalse(before[writer.level], found))
         finally:
             for level in self.levels:
                 level.unmask(ns, keys)

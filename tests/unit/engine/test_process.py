@@ -34,6 +34,6 @@ def test_a_taken_port_is_said_once() -> None:
 
 
 def test_a_scheme_that_no_worker_speaks_is_said_with_the_option() -> None:
-    with pytest.raises(ConfigError, match=r"^http://127\.0\.0\.1:1 \(--listen \(x\)\): .*tcp://") as raised:
+    with pytest.raises(ConfigError, match=r"^http://127\.0\.0\.1:1 \(--listen \(x\)\): .*\btcp\b") as raised:
         listen("http://127.0.0.1:1", "--listen (x)", Config(), "decode", lambda _: None, name="test")
     assert "plug-in" not in str(raised.value)

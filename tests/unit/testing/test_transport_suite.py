@@ -82,6 +82,8 @@ class BrokenConnection(Connection):
             return parts[:1024]
         if self._fault == "reversed_parts":
             return parts[::-1]
+        if self._fault == "copies_anything":
+            return [np.asarray(part).tobytes() for part in parts]
         if self._fault == "items_for_bytes":
             return [as_bytes_view(part)[: len(memoryview(part))] for part in parts]  # type: ignore[arg-type]
         return parts
@@ -108,6 +110,8 @@ class BrokenConnection(Connection):
         self._reading.set()
         if self._fault == "guards" and views and isinstance(views[0].obj, np.ndarray):
             views[0].obj[...].reshape(-1)[0] = 0
+        if self._fault == "items_for_views":
+            views = [as_bytes_view(view)[: len(view)] for view in views]
         with self._lock if self._fault == "one_at_a_time" else contextlib.nullcontext():
             try:
                 self._inner.recv_into(views, self._deadline("recv", deadline))
@@ -268,9 +272,16 @@ POOL = object()  # stands for the fixture
 CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("bytes_arrive_and_nothing_else_is_touched", "flip", {"pool": POOL, "nbytes": 4097}),
     ("bytes_arrive_and_nothing_else_is_touched", "guards", {"pool": POOL, "nbytes": 65}),
+    ("scattered_bytes_of_every_size", "flip", {"pool": POOL}),
     ("parts_and_views_need_not_match", "reversed_parts", {"pool": POOL}),
     ("more_parts_than_one_call_takes", "first_1024_parts", {"pool": POOL}),
     ("parts_of_any_type_and_shape", "items_for_bytes", {}),
+    ("views_of_any_items_and_shape_are_filled", "items_for_views", {"pool": POOL, "rows": 3}),
+    (
+        "memory_that_cannot_be_moved_is_refused_and_the_stream_goes_on",
+        "copies_anything",
+        {"pool": POOL, "nbytes": 8},
+    ),
     ("sent_buffers_may_be_reused_at_once", "send_later", {"pool": POOL}),
     ("both_directions_at_once", "one_at_a_time", {"pool": POOL}),
     ("small_messages_both_ways_before_either_is_read", "rendezvous", {}),
