@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import trustme
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import CapacityError, ConfigError, ConnectError
@@ -22,28 +21,21 @@ from kvferry.transports import connect, explain, get_transport, listen, registry
 from kvferry.transports.auto.listener import AutoListener
 from kvferry.transports.peer_owner import AllowedUsers
 
+from .conftest import Files
+
 LONG_S = 30.0
 SCHEMES = ["tcp", "lanes", "tls", "unix", "auto", "ucx"]
 
 
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("certificates")
-    ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
-    ca.cert_pem.write_to_path(folder / "ca")
-    ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(folder / "own")
-    return f"cert={folder}/own&ca={folder}/ca"
-
-
 @pytest.fixture
-def url(request: pytest.FixtureRequest, options: str) -> Iterator[str]:
+def url(request: pytest.FixtureRequest, files: Files) -> Iterator[str]:
     scheme: str = request.param
     if scheme == "ucx":
         pytest.importorskip("ucxx")
     with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
         yield {
             "lanes": "tcp://127.0.0.1:0?lanes=2",
-            "tls": f"tls://127.0.0.1:0?{options}",
+            "tls": files.listen_url(),
             "unix": f"unix://{Path(folder) / 's'}",
         }.get(scheme, f"{scheme}://127.0.0.1:0")
 

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import trustme
 
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import TransferTimeoutError
@@ -21,23 +20,16 @@ from kvferry.transports.base import Connection
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire.messages import PutLayer
 
+from .conftest import Files
+
 LONG_S = 30.0
 SHORT_S = 0.2
 LINKS = ["tcp", "lanes", "paced", "unix", "tls", "paced-tls", "inproc", "auto"]
 Ends = tuple[Connection, Connection]
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("certificates")
-    ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
-    ca.cert_pem.write_to_path(folder / "ca")
-    ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(folder / "own")
-    return f"cert={folder}/own&ca={folder}/ca"
-
-
 @pytest.fixture
-def ends(request: pytest.FixtureRequest, certificates: str) -> Iterator[Ends]:
+def ends(request: pytest.FixtureRequest, files: Files) -> Iterator[Ends]:
     """Who sends, and a peer that takes nothing."""
     link: str = request.param
     with contextlib.ExitStack() as stack:
@@ -45,8 +37,8 @@ def ends(request: pytest.FixtureRequest, certificates: str) -> Iterator[Ends]:
         url = {
             "lanes": "tcp://127.0.0.1:0?lanes=4",
             "paced": "tcp://127.0.0.1:0?rate=10MB/s",
-            "paced-tls": f"tls://127.0.0.1:0?{certificates}&rate=10MB/s",
-            "tls": f"tls://127.0.0.1:0?{certificates}",
+            "paced-tls": f"{files.listen_url()}&rate=10MB/s",
+            "tls": files.listen_url(),
             "unix": f"unix://{Path(folder) / 's'}",
             "inproc": "inproc://send-deadlines",
         }.get(link, f"{link}://127.0.0.1:0")
