@@ -20,7 +20,7 @@ from kvferry.client import Client, ClientNamespace, ClientOptions
 from kvferry.client.leases import ClientReadLease
 from kvferry.core.clock import deadline_in
 from kvferry.core.config_sources import load_config
-from kvferry.core.errors import ConfigError, KVFerryError, LeaseExpiredError, StoreError
+from kvferry.core.errors import CapacityError, ConfigError, KVFerryError, LeaseExpiredError, StoreError
 from kvferry.core.keys import BlockKey
 from kvferry.daemon import Daemon
 from kvferry.daemon.credentials import Limits, edited, new_credential
@@ -57,6 +57,7 @@ class Reloaded(RuleBasedStateMachine):
         self.quotas: dict[str, int] = {}
         self.clients: dict[str, ClientNamespace] = {}
         self.held: list[tuple[str, ClientReadLease, list[BlockKey]]] = []
+        self.cut: set[str] = set()  # clients whose connection was given up, and with it what they held
         self.write("a", MIB)
         self.quotas["a"] = MIB
         given = [
@@ -114,19 +115,22 @@ class Reloaded(RuleBasedStateMachine):
         del self.quotas[name]
         for number in reversed(range(len(self.held))):
             if self.held[number][0] == name:
-                with suppress(
-                    LeaseExpiredError
-                ):  # what was mapped stays, and is void only if it was used again
-                    self.release(number)
+                self.cut.add(name)  # what was mapped stays, and is void only if it was used again
+                self.release(number)
         self.clients.pop(name).client.close()
+        self.cut.discard(name)
 
     @rule(number=st.integers(0, 2), chain=st.integers(0, 9))
     def save_and_hold(self, number: int, chain: int) -> None:
         name = sorted(self.clients)[number % len(self.clients)]
         ns = self.clients[name]
         keys = ns.keys([chain] * CHAIN * SPEC.block_tokens)
-        with suppress(KVFerryError):  # what is held leaves no room
+        try:
             save_blocks(ns, keys, seconds=0.05)
+        except CapacityError:  # what is held leaves no room
+            pass
+        except KVFerryError:  # too late in the midst of a frame
+            self.cut.add(name)
         if len(self.held) < 8:
             self.held.append((name, ns.load(keys, deadline=deadline_in(20)), keys))
 
@@ -136,12 +140,16 @@ class Reloaded(RuleBasedStateMachine):
             self.release(data.draw(st.integers(0, len(self.held) - 1)))
 
     def release(self, number: int) -> None:
-        _, lease, keys = self.held.pop(number)
-        with lease:
-            for n in range(len(lease)):
-                found = bytes(lease.view(n))
-                lease.check()
-                assert found == block_bytes(keys[n], SPEC.block_nbytes)
+        name, lease, keys = self.held.pop(number)
+        try:
+            with lease:
+                for n in range(len(lease)):
+                    found = bytes(lease.view(n))
+                    lease.check()
+                    assert found == block_bytes(keys[n], SPEC.block_nbytes)
+        except LeaseExpiredError:
+            if name not in self.cut:
+                raise
 
     @rule()
     def look_after(self) -> None:
@@ -165,9 +173,9 @@ class Reloaded(RuleBasedStateMachine):
         for name, ns in self.clients.items():
             ns.client.link._flush_ends()
             arena, store = self.daemon.store_of(name).arena, self.daemon.store_of(name)
-            wait_until(lambda store=store: store.stats().leases == 0)  # type: ignore[misc]
+            # slots too, which a late save still fills though its client waits for it no more
+            wait_until(lambda store=store: not (store.stats().leases or store.stats().pinned_nbytes))  # type: ignore[misc]
             store.settle()
-            assert store.stats().pinned_nbytes == 0
             assert arena.used_nbytes <= arena.mapped_nbytes <= arena.capacity_nbytes
 
     def teardown(self) -> None:

@@ -80,11 +80,12 @@ class LogLimiter:
             level: A level of :mod:`logging`.
             key: What counts as the same line, such as ``(peer, reason)``.
             message: A ``%`` format, as for :mod:`logging`.
-            *args: Its values.
+            *args: Its values; of an exception only the text is kept, not the frames with all that they hold.
 
         Returns:
             Whether a line was written.
         """
+        args = tuple(str(arg) if isinstance(arg, BaseException) else arg for arg in args)
         now = self._clock()
         with self._lock:
             entry = self._seen.get(key)

@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -103,6 +104,34 @@ def test_a_flood_of_keys_is_bounded(lines: tuple[logging.Logger, list[str]]) -> 
     for i in (0, 0, 1, 2, 3):
         limiter.log(logging.INFO, i, "key %d", i)
     assert out == ["key 0", "key 1", "key 2", "key 0 (1 more in 0 s)", "key 3"]
+
+
+class Memory:
+    """What a frame held when it failed."""
+
+
+def test_an_error_is_kept_as_text_without_what_its_frames_hold(
+    lines: tuple[logging.Logger, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines that were kept back, and records of a handler, kept the memory of tenants that had gone."""
+    logger, out = lines
+    limiter = LogLimiter(logger, interval_s=10, clock=Clock())
+    held: list[weakref.ref[Memory]] = []
+
+    def fail() -> None:
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        raise ValueError("late")
+
+    for _ in range(3):
+        try:
+            fail()
+        except ValueError as error:
+            limiter.log(logging.WARNING, "k", "failed: %s", error)
+    assert [memory() for memory in held] == [None] * 3
+    limiter.flush()
+    assert out == ["failed: late", "failed: late (2 more in 0 s)"]
+    assert [record.getMessage() for record in caplog.records] == out
 
 
 def test_threads_lose_no_count(lines: tuple[logging.Logger, list[str]]) -> None:
