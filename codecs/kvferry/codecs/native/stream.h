@@ -15,7 +15,8 @@
 #include "hash.h"
 #include "look.h"
 
-enum { STREAM_SEND_WINDOW = 512 << 10, STREAM_RECV_WINDOW = 512 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 30000 };
+// Bytes of a call, and hashed at once: two windows are a stripe (lanes.py), else the end of each would cost a call of its own.
+enum { STREAM_WINDOW = 514 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 30000 };
 // Fewer bytes at once are copied, which costs no more; and what the pipe has room for.
 enum { STREAM_LENT = 64 << 10, STREAM_PIPE = 1 << 20 };
 // Or an errno; mirrored in hashed.py. CROSSED: another socket is due, which never is for who gave all the room there is.
@@ -142,8 +143,8 @@ static int stream_plain(kvc_stream *s, int sending, const kvc_kernels *k) {
 static void stream_look_ahead(kvc_stream *s, const kvc_kernels *k) {
     struct iovec window[STREAM_PARTS];
     int number = 0;
-    if (s->left <= STREAM_SEND_WINDOW) return;
-    const uint64_t nbytes = stream_window(s, window, &number, STREAM_SEND_WINDOW);
+    if (s->left <= STREAM_WINDOW) return;
+    const uint64_t nbytes = stream_window(s, window, &number, STREAM_WINDOW);
     for (int i = 0; i < number; i++) hash_update(&s->hash, window[i].iov_base, window[i].iov_len, k);
     s->ahead = nbytes;
 }
@@ -199,7 +200,7 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
         }
         // the last bytes are hashed first, so that the hash leaves with them
         uint64_t most = s->left <= STREAM_LAST || s->sealed ? s->left : s->left - STREAM_LAST;
-        if (most > STREAM_SEND_WINDOW) most = STREAM_SEND_WINDOW;
+        if (most > STREAM_WINDOW) most = STREAM_WINDOW;
         const int alone = s->first && s->first < most;
         if (alone) most = s->first;
         s->first = 0;
@@ -237,7 +238,7 @@ static int stream_receive(kvc_stream *s, const kvc_kernels *k) {
         int number = 0;
         if (!s->room) return STREAM_CROSSED;
         if (stream_late(s)) return STREAM_SHORT;
-        const uint64_t nbytes = stream_window(s, window, &number, stream_least(STREAM_RECV_WINDOW, s->room));
+        const uint64_t nbytes = stream_window(s, window, &number, stream_least(STREAM_WINDOW, s->room));
         const uint64_t wanted = nbytes + (nbytes == s->left ? stream_add_trailer(s, window, &number, nbytes) : 0);
         message.msg_iovlen = (size_t)number;
         int waited;
