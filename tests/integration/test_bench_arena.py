@@ -26,6 +26,7 @@ def test_both_figures_stand_beside_their_baselines() -> None:
     assert len(seen) == 3 * 3 + 3 * 2
 
 
-def test_a_block_that_is_none_of_its_baseline() -> None:
-    with pytest.raises(ConfigError, match="take a larger one"):
-        next(iter(transport_arena.run(Options(params={"block": "64KiB"}), lambda *_: None)))
+@pytest.mark.parametrize(("block", "says"), [("64KiB", "take a larger one"), ("1PiB", "take a smaller one")])
+def test_a_block_that_cannot_be_measured(block: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        next(iter(transport_arena.run(Options(params={"block": block}), lambda *_: None)))

@@ -27,7 +27,10 @@ _HOST: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,253}[A-Za-z0-9_.])?"
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 _ZONE: Final = re.compile(r"[A-Za-z0-9_.:-]{1,32}", re.ASCII)
 _UNIX_PATH_NBYTES: Final = 107  # sun_path without its closing zero byte
-_ONE_SLASH: Final = re.compile(r"([a-z][a-z0-9+.-]*):(?=/[^/]|/$)", re.ASCII)
+# A scheme with one slash or none behind it, and no first group of an IPv6 address.
+_FEW_SLASHES: Final = re.compile(
+    r"(?![0-9a-f]{1,4}:)([a-z][a-z0-9+.-]*):(?=/[^/]|/$|\[|(?!\d+:)[^:@/?]+:[^:@/?]*(\?|$))", re.ASCII
+)
 _FORMS: Final = "write host, host:port, [ipv6]:port or scheme://host:port"
 
 
@@ -122,7 +125,7 @@ def parse_url(
 
 
 def _check_slashes(text: str, stripped: str) -> None:
-    if one := _ONE_SLASH.match(stripped):
+    if one := _FEW_SLASHES.match(stripped):
         rest = stripped[one.end() :]  # a path keeps its slash, a host has none
         right = rest if one[1] == "unix" else rest.removeprefix("/")
         raise ConfigError(f"address {text!r}: write two slashes behind the scheme: {one[1]}://{right}")

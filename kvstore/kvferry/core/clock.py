@@ -25,14 +25,18 @@ def checked_deadline(deadline: float) -> float:
         ConfigError: If it is no number, or not a number (NaN).
     """
     if isinstance(deadline, bool) or not hasattr(type(deadline), "__float__"):
-        raise ConfigError(
-            f"a deadline is a time.monotonic() value, got {deadline!r}; "
-            "kvferry.core.clock.deadline_in(seconds) makes one"
-        )
+        raise _no_number(deadline)
     seconds = float(deadline)
     if seconds != seconds:
         raise ConfigError(_NAN)
     return seconds if seconds < _FAR_S else min(seconds, time.monotonic() + _FAR_S)
+
+
+def _no_number(deadline: object) -> ConfigError:
+    return ConfigError(
+        f"a deadline is a time.monotonic() value, got {deadline!r}; "
+        "kvferry.core.clock.deadline_in(seconds) makes one"
+    )
 
 
 def deadline_in(seconds: float) -> float:
@@ -50,13 +54,17 @@ def deadline_in(seconds: float) -> float:
 def remaining(deadline: float) -> float:
     """Seconds until ``deadline``; negative once it has passed.
 
-    Every wait comes through here, or through what is made of it below: a deadline of NaN is neither past nor
-    to come, and a wait for it would be one for ever.
+    Every wait comes through here, or through what is made of it below, so what is no deadline is found
+    without a check of its own in each call. One of NaN is neither past nor to come, and a wait for it would
+    be one for ever.
 
     Raises:
-        ConfigError: If it is NaN.
+        ConfigError: If it is no number, or NaN.
     """
-    left = deadline - time.monotonic()
+    try:
+        left = deadline - time.monotonic()
+    except TypeError:
+        raise _no_number(deadline) from None
     if left != left:
         raise ConfigError(_NAN)
     return left
@@ -66,7 +74,7 @@ def time_left(deadline: float) -> float:
     """Seconds until ``deadline`` for calls that take a timeout: never negative, and no more than they take.
 
     Raises:
-        ConfigError: If it is NaN.
+        ConfigError: As :func:`remaining`.
     """
     return min(max(0.0, remaining(deadline)), _LONGEST_WAIT_S)
 
@@ -75,7 +83,7 @@ def is_past(deadline: float) -> bool:
     """Whether ``deadline`` has passed.
 
     Raises:
-        ConfigError: If it is NaN.
+        ConfigError: As :func:`remaining`.
     """
     return remaining(deadline) <= 0
 

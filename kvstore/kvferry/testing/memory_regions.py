@@ -25,6 +25,7 @@ from kvferry.transports.region import (
     RegionTransport,
     Window,
     check_access,
+    check_memory,
 )
 
 __all__ = ["MemoryRegions"]
@@ -159,6 +160,7 @@ class MemoryRegions(RegionTransport):
     def open_window(self, view: memoryview, access: Access) -> Window:
         """See :meth:`RegionTransport.open_window`."""
         check_access(access)
+        check_memory(view)
         if not view.contiguous or (access == "write" and view.readonly):
             raise TransportError(f"a window to {access} needs memory that is contiguous and writable")
         window = _MemoryWindow(view.cast("B"), access)

@@ -211,6 +211,12 @@ class RegionSuite(ABC):
             self._move(ends, window.grant, [RegionPart(memoryview(b"constant"), 9)], "write")
         assert bytes(theirs.view[9:17]) == b"constant"
 
+    def test_memory_is_given_as_a_view(self) -> None:
+        with self._ends() as ends, pytest.raises(TypeError, match="bytearray is no memoryview"):
+            ends.owner.open_window(bytearray(100), "write")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="bytes is no memoryview"):
+            RegionPart(b"data", 0)  # type: ignore[arg-type]
+
     def test_many_threads_and_windows_at_once(self) -> None:
         def work(ends: _Ends, seed: int) -> None:
             memory = self._memory(300_000)

@@ -345,6 +345,7 @@ def test_options() -> None:
         ({"batch": "1,33", "sizes": "64KiB,1MiB", "walk": "2MiB"}, ConfigError, "take at most 32, or raise"),
         ({"checksum": "md5"}, ConfigError, "off, xxh3"),
         ({"rate": "fast"}, ConfigError, "fast"),
+        ({"block": "1PiB"}, ConfigError, "--block 1125899906842624: it is held 3 times, for which"),
         ({"with": "memcached"}, ConfigError, "mooncake, ucxx, redis"),
     ],
 )

@@ -21,6 +21,13 @@ def test_nan_is_no_deadline(call: Callable[[float], object]) -> None:
         call(NAN)
 
 
+@pytest.mark.parametrize("call", [checked_deadline, is_past, remaining, time_left])
+@pytest.mark.parametrize("given", [None, "1"])
+def test_what_is_no_number_is_no_deadline(call: Callable[[float], object], given: float) -> None:
+    with pytest.raises(ConfigError, match=f"got {given!r}; .*deadline_in"):
+        call(given)
+
+
 @pytest.mark.parametrize("deadline", [float("inf"), 1e300, 1e10])
 def test_what_is_left_of_the_longest_deadline_is_a_timeout(deadline: float) -> None:
     assert remaining(deadline) > 1e9

@@ -249,7 +249,14 @@ def test_what_was_chosen_and_fails_is_replaced_only_if_allowed(
 
 @pytest.mark.parametrize(
     "options",
-    ["?require=infiniband", "?fallback=unix,inproc", "?lanes=99", "?rate=fast", "?requires=rdma"],
+    [
+        "?require=infiniband",
+        "?fallback=unix,inproc",
+        "?fallback=tcp,tcp",
+        "?lanes=99",
+        "?rate=fast",
+        "?requires=rdma",
+    ],
 )
 def test_wrong_options_are_refused_by_name(options: str) -> None:
     with pytest.raises(ConfigError, match=options[1:].partition("=")[0]):

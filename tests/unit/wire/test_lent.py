@@ -105,6 +105,30 @@ def test_without_a_pipe_they_are_copied(pair: Any, spawn: Any) -> None:
     assert place == data
 
 
+def test_a_pipe_that_could_not_be_made_is_not_asked_for_each_time(pair: Any, spawn: Any) -> None:
+    client, server = pair("tcp")
+    place = memoryview(bytearray(LENT_NBYTES))
+
+    def save() -> int:
+        """Ends of pipes that it makes."""
+        before = pipes()
+        received = spawn(lambda: server.receive(deadline_in(20)).read_into([place], deadline_in(20)))
+        client.send(PUT, [bytes(LENT_NBYTES)], deadline=deadline_in(20), lent=True)
+        received.result(20)
+        return pipes() - before
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        client.send(PUT, [bytes(LENT_NBYTES)], deadline=deadline_in(20), lent=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    server.receive(deadline_in(20)).read_into([place], deadline_in(20))
+    made = [save() for _ in range(300)]
+    assert sum(made) == 2
+    assert made.index(2) > 100
+
+
 def test_the_pipe_goes_with_the_channel(pair: Any, spawn: Any) -> None:
     client, server = pair("tcp")
     place = memoryview(bytearray(1 << 20))

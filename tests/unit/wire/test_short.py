@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.clock import deadline_in
-from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
+from kvferry.core.errors import ConfigError, ConnectionClosedError, TransferTimeoutError
 from kvferry.core.native import native
 from kvferry.testing.threads import until_asleep
 from kvferry.transports import lanes
@@ -275,6 +275,15 @@ def test_a_send_goes_on_after_a_signal_in_what_was_hashed_ahead(pair: Any, spawn
         assert received.result(40)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_what_is_no_deadline_is_refused(two: tuple[Channel, Channel], given: float) -> None:
+    client, server = two
+    with pytest.raises(ConfigError, match="a deadline is"):
+        client.send(m.LayerAck(), deadline=given)
+    with pytest.raises(ConfigError, match="a deadline is"):
+        server.receive(given)
 
 
 def test_a_look_does_not_pass_the_deadline(pair: Any) -> None:

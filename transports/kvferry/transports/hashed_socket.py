@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import time
 from collections.abc import Sequence
 from typing import Final
 
 from kvferry.core.buffers import total_nbytes
+from kvferry.core.clock import remaining
 from kvferry.core.errors import ConnectionClosedError, KVFerryError
 from kvferry.transports.guard import GuardedSocket
 from kvferry.transports.hashed import AGAIN, ENDED, STRAY, HashedStream, hashed_stream
@@ -65,7 +65,7 @@ class HashedSocketConnection(SocketConnection):
         guard = self._guard
         guard.enter(self._name)
         try:
-            limit, left = self._send_limit, deadline - time.monotonic()
+            limit, left = self._send_limit, remaining(deadline)
             if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
                 self._limit_wait(socket.SO_SNDTIMEO, deadline, sending(0, len(head) + total_nbytes(views)))
                 limit = self._send_limit
@@ -88,7 +88,7 @@ class HashedSocketConnection(SocketConnection):
         guard = self._guard
         guard.enter(self._name)
         try:
-            limit, left = self._recv_limit, deadline - time.monotonic()
+            limit, left = self._recv_limit, remaining(deadline)
             if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
                 self._limit_wait(socket.SO_RCVTIMEO, deadline, "receiving")
                 limit = self._recv_limit

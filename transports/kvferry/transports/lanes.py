@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvferry.core.buffers import Buf, as_bytes_view, as_places, total_nbytes
-from kvferry.core.clock import is_past
+from kvferry.core.clock import is_past, remaining
 from kvferry.core.errors import ConfigError, ConnectionClosedError, KVFerryError, TransferTimeoutError
 from kvferry.core.log import LogLimiter
 from kvferry.transports.ip import SockAddr
@@ -187,7 +187,7 @@ class LaneConnection(StreamConnection):
             return super().recv_at_least(view, minimum, deadline)
         lane = self._lanes[0]
         place = view[:room] if len(view) > room else view
-        n = got = lane.receive_some_by(place, min(deadline, time.monotonic() + _LOOK_S), 0, minimum)
+        n = got = lane.receive_some_by(place, _next_look(deadline), 0, minimum)
         if got < minimum:  # else there is nothing to look after
             watch = _Watch(self, deadline)
             while got < minimum:
@@ -201,7 +201,7 @@ class LaneConnection(StreamConnection):
         self, lane: int, piece: list[memoryview], nbytes: int, before: int, wanted: int, deadline: float
     ) -> None:
         """Fill ``piece`` from ``lane``, looking after the other lanes while nothing comes."""
-        until = min(deadline, time.monotonic() + _LOOK_S)
+        until = _next_look(deadline)
         n = got = self._lanes[lane].receive_by(piece, nbytes, until, before, wanted)
         if got == nbytes:
             return
@@ -238,7 +238,7 @@ class LaneConnection(StreamConnection):
         lost_at = 0.0
         while True:
             now = time.monotonic()
-            if self._lanes[lane].wait_readable(min(deadline, now + _LOOK_S)):
+            if self._lanes[lane].wait_readable(_next_look(deadline)):
                 return True
             if is_past(deadline):
                 return False
@@ -268,6 +268,11 @@ class LaneConnection(StreamConnection):
                 lane.abort()
 
 
+def _next_look(deadline: float) -> float:
+    """When who waits until ``deadline`` looks at all lanes."""
+    return time.monotonic() + min(remaining(deadline), _LOOK_S)
+
+
 class _Watch:
     """Looks after all lanes of a connection while a call waits for one of them."""
 
@@ -277,7 +282,7 @@ class _Watch:
         self._connection = connection
         self._deadline = deadline
         self._lost_at = 0.0
-        self.until = min(deadline, time.monotonic() + _LOOK_S)
+        self.until = _next_look(deadline)
         """How long to wait for the lane before the next look."""
 
     def look(self, nbytes: int, doing: str) -> None:
@@ -290,7 +295,7 @@ class _Watch:
         now = time.monotonic()
         if now >= self._deadline:
             raise self._connection.timed_out(doing)
-        self.until = min(self._deadline, now + _LOOK_S)
+        self.until = _next_look(self._deadline)
         if nbytes:
             self._lost_at = 0.0
         elif (lost := self._connection.lost_lane()) is not None:

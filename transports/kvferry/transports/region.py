@@ -14,7 +14,15 @@ from typing import ClassVar, Literal
 
 from kvferry.core.errors import TransportError
 
-__all__ = ["Access", "RegionPart", "RegionTransfer", "RegionTransport", "Window", "check_access"]
+__all__ = [
+    "Access",
+    "RegionPart",
+    "RegionTransfer",
+    "RegionTransport",
+    "Window",
+    "check_access",
+    "check_memory",
+]
 
 Access = Literal["read", "write"]
 """What the holder of a grant may do with the window."""
@@ -31,6 +39,19 @@ class RegionPart:
 
     local: memoryview
     offset: int
+
+    def __post_init__(self) -> None:
+        check_memory(self.local)
+
+
+def check_memory(memory: object) -> None:
+    """For implementations of :meth:`RegionTransport.open_window`: parts and windows are of memory views.
+
+    Raises:
+        TypeError: If ``memory`` is none.
+    """
+    if not isinstance(memory, memoryview):
+        raise TypeError(f"{type(memory).__name__} is no memoryview; memoryview(data) makes one of a buffer")
 
 
 def check_access(access: str) -> None:

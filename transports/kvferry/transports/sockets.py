@@ -112,7 +112,7 @@ class SocketConnection(StreamConnection):
         guard = self._guard
         guard.enter(self._name)
         try:
-            limit, left = self._send_limit, deadline - time.monotonic()
+            limit, left = self._send_limit, remaining(deadline)
             if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
                 self._limit_wait(socket.SO_SNDTIMEO, deadline, sending(0, nbytes))
             try:
@@ -235,7 +235,7 @@ class SocketConnection(StreamConnection):
 
     def _recv_directly(self, view: memoryview, flags: int, until: float, before: int, total: int) -> int:
         """The short way: bytes received if nothing is out of the ordinary; 0 for the long way to go on."""
-        limit, left = self._recv_limit, until - time.monotonic()
+        limit, left = self._recv_limit, remaining(until)
         if not (self._direct and limit <= left and (limit >= 1.0 or left <= limit + limit)):
             return 0
         try:
@@ -285,7 +285,7 @@ class SocketConnection(StreamConnection):
         """Bytes received; 0 at the end of the stream, -1 if none are there yet."""
         flags = _NOW
         if waits:
-            limit, left = self._recv_limit, deadline - time.monotonic()
+            limit, left = self._recv_limit, remaining(deadline)
             if not (limit <= left and (limit >= 1.0 or left <= limit + limit)) or self._guard.closed:
                 self._limit_wait(socket.SO_RCVTIMEO, deadline, doing)
             flags = _ALL if all_of_it else 0

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from kvferry.core.buffers import Buf, as_bytes_view, total_nbytes
+from kvferry.core.clock import remaining
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection
 from kvferry.transports.pacing import Pacer
@@ -56,14 +57,15 @@ class StreamConnection(Connection):
 
     def _send_paced(self, pacer: Pacer, views: list[memoryview], deadline: float) -> None:
         now = time.monotonic()
+        until = now + remaining(deadline)
         pacer.begin(now)
         first, done, total = 0, 0, total_nbytes(views)
         while first < len(views):
             piece, nbytes = take(views, first, pacer.limit(now))
             due = pacer.reserve(nbytes, now)
-            if due > now and self._sleep(max(0.0, min(due, deadline) - time.monotonic())):
+            if due > now and self._sleep(max(0.0, min(due, until) - time.monotonic())):
                 raise ConnectionClosedError(f"{self._name} was closed while it was sending")
-            if due >= deadline:
+            if due >= until:
                 raise self._timed_out(f"{sending(done, total)}, at its rate")
             stalled = self._send_all(piece, deadline, done, total)
             now = time.monotonic()

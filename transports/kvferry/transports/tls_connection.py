@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final, cast
 
 from kvferry.core.buffers import Buf, as_bytes_view, as_places, total_nbytes
-from kvferry.core.clock import is_past
+from kvferry.core.clock import is_past, remaining
 from kvferry.core.errors import ConnectionClosedError, KVFerryError, TransferTimeoutError
 from kvferry.transports.sockets import SocketConnection
 from kvferry.transports.spin import Look
@@ -110,7 +110,7 @@ class TlsConnection(SocketConnection):
     def _send_records(self, data: bytes, deadline: float) -> bool:
         if self._pacer is not None:  # which has to know whether this waits
             return super()._send_all([memoryview(data)], deadline, 0, len(data))
-        limit, left = self._send_limit, deadline - time.monotonic()
+        limit, left = self._send_limit, remaining(deadline)
         if not (limit <= left and (limit >= 1.0 or left <= limit + limit)):
             self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending")
         try:

@@ -17,6 +17,7 @@ from kvferry.bench.link.redis import redis_problem
 from kvferry.bench.pairing import MIN_RUNS, Progress
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Result
+from kvferry.bench.scenarios.transport_arena import parse_block
 from kvferry.core.address import parse_url
 from kvferry.core.buffers import PAGE_NBYTES
 from kvferry.core.errors import ConfigError, PluginUnavailableError, UnknownPluginError
@@ -108,6 +109,8 @@ class TransportOptions:
             )
         rate = str(options.param("rate", "100MB/s"))
         parse_rate(rate)
+        if block := str(options.param("block", "")):
+            parse_block(block)  # before anything runs
         scenarios = _scenarios(options, address)
         sizes = _sizes(str(options.param("sizes", DEFAULT_SIZES)), walk)
         return cls(

@@ -23,6 +23,7 @@ from kvferry.bench.arena_peer import FILL, LEASE, RELEASE, ArenaPeer, arena_opti
 from kvferry.bench.pairing import Progress, run_paired
 from kvferry.bench.registry import Options
 from kvferry.bench.results import Param, Result, Sample, percentile, summarise
+from kvferry.core.arena import available_memory
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, CorruptBlockError
@@ -30,22 +31,19 @@ from kvferry.core.leases import MappedReadLease
 from kvferry.core.units import format_nbytes, parse_nbytes
 from kvferry.wire import Channel, SharedArena
 
-__all__ = ["SCENARIO", "run"]
+__all__ = ["SCENARIO", "parse_block", "run"]
 
 SCENARIO = "transport.unix.arena"
 _SMALL_NBYTES = 64 << 10
 _LARGE = "256MiB"
+_COPIES = 3  # in the arena, as what is expected, and as memory of one's own
 _REQUESTS = 200
 _WAIT_S = 60.0
 
 
 def run(options: Options, progress: Progress) -> Iterator[Result]:
     """Both figures; parameters ``block`` (its size), ``requests`` (a run)."""
-    nbytes = parse_nbytes(options.param("block", _LARGE))
-    if nbytes <= _SMALL_NBYTES:
-        raise ConfigError(
-            f"block is {nbytes} bytes, it stands beside one of {_SMALL_NBYTES}: take a larger one"
-        )
+    nbytes = parse_block(options.param("block", _LARGE))
     params: dict[str, Param] = {"transport": "unix", "nbytes": nbytes, "cpus": os.cpu_count() or 1}
     peer = ArenaPeer([_SMALL_NBYTES, nbytes])
     try:
@@ -57,6 +55,25 @@ def run(options: Options, progress: Progress) -> Iterator[Result]:
             reader.close()
     finally:
         peer.close()
+
+
+def parse_block(text: str | float) -> int:
+    """Bytes of the block.
+
+    Raises:
+        ConfigError: If it is malformed, not above the one it stands beside, or more than memory holds.
+    """
+    nbytes, most = parse_nbytes(text), available_memory() // _COPIES
+    if nbytes <= _SMALL_NBYTES:
+        raise ConfigError(
+            f"--block {nbytes}: it stands beside one of {_SMALL_NBYTES} bytes, take a larger one"
+        )
+    if nbytes > most:
+        raise ConfigError(
+            f"--block {nbytes}: it is held {_COPIES} times, for which {most} bytes are available; take "
+            "a smaller one"
+        )
+    return nbytes
 
 
 class _Reader:

@@ -11,6 +11,8 @@ enum { CHANNEL_HEADER = 32, CHANNEL_TRAILER = 8, CHANNEL_HEAD = 4096, CHANNEL_SM
 enum { CHANNEL_LARGE = 48 << 10 };
 // From so many bytes on a payload that stays as it is until it is answered is not copied but lent to the kernel.
 enum { CHANNEL_LENT = 256 << 10 };
+// Where no pipe could be made so many payloads are copied before the next try, which costs more than one saves.
+enum { CHANNEL_WITHOUT = 256 };
 
 // The parts of one payload.
 typedef struct {
@@ -45,6 +47,14 @@ refused:
     return 0;
 }
 
+// What was given as a deadline; false if that is for the long way, which says why it is none.
+static int channel_deadline(PyObject *given, double *deadline) {
+    *deadline = PyFloat_AsDouble(given);
+    if (!PyErr_Occurred()) return 1;
+    PyErr_Clear();
+    return 0;
+}
+
 // ---- sending ---------------------------------------------------------------------------------------------------------
 
 // The head of a frame, at most CHANNEL_HEAD bytes; 0 if it is for the long way.
@@ -74,11 +84,17 @@ static size_t channel_head(const kvc_channel *c, PyObject *message, PyObject *re
 // The pipe by which payloads are lent, made when it is first needed; NULL if there is none.
 static const int *channel_pipe(kvc_channel *c) {
     if (c->pipe[0] >= 0) return c->pipe;
-    if (pipe2(c->pipe, O_CLOEXEC)) return NULL;
-    if (fcntl(c->pipe[1], F_SETPIPE_SZ, STREAM_PIPE) >= STREAM_PIPE) return c->pipe;
-    close(c->pipe[0]); // the user has too many
-    close(c->pipe[1]);
-    c->pipe[0] = -1;
+    if (c->without) {
+        c->without--;
+        return NULL;
+    }
+    if (!pipe2(c->pipe, O_CLOEXEC)) {
+        if (fcntl(c->pipe[1], F_SETPIPE_SZ, STREAM_PIPE) >= STREAM_PIPE) return c->pipe;
+        close(c->pipe[0]);
+        close(c->pipe[1]);
+    }
+    c->pipe[0] = -1; // the user has too many, or this process too many files
+    c->without = CHANNEL_WITHOUT;
     return NULL;
 }
 
@@ -89,10 +105,9 @@ static PyObject *channel_send(kvc_channel *c, PyObject *const *args, const kvc_k
     struct iovec parts[STREAM_PARTS];
     long code = CHANNEL_LONG_WAY;
     *channel_position(c, CHANNEL_SENT) = 0;
-    const double deadline = PyFloat_AsDouble(args[3]);
+    double deadline;
     const int lent = PyObject_IsTrue(args[4]);
-    if (PyErr_Occurred()) return NULL;
-    if (!channel_take(&payload, args[2], 0)) return channel_none();
+    if (!channel_deadline(args[3], &deadline) || !channel_take(&payload, args[2], 0)) return channel_none();
     const size_t nbytes = channel_head(c, args[0], args[1], payload.nbytes, head);
     const uint64_t whole = nbytes + payload.nbytes + (c->flags ? CHANNEL_TRAILER : 0);
     const double limit = nbytes ? channel_limits_of(c, whole, deadline, CHANNEL_SENT) : -1;
@@ -217,9 +232,9 @@ done:
 
 // receive(deadline, ahead): see channel_message; or nothing came (None), the end (0) or an error (negative).
 static PyObject *channel_receive(kvc_channel *c, PyObject *const *args, const kvc_kernels *k) {
-    const double deadline = PyFloat_AsDouble(args[0]);
+    double deadline;
     const int ahead = PyObject_IsTrue(args[1]);
-    if (PyErr_Occurred()) return NULL;
+    if (!channel_deadline(args[0], &deadline)) return channel_none();
     const channel_lane *l = &c->lanes[0]; // where frames begin
     if (c->pending || channel_limit(c, l, deadline, CHANNEL_RECEIVED) < 0 || !channel_enter(c, l)) return channel_none();
     ssize_t n;
@@ -292,10 +307,10 @@ static long channel_place(kvc_channel *c, const channel_parts *p, double deadlin
 // receive_payload(views, deadline)
 static PyObject *channel_payload(kvc_channel *c, PyObject *const *args, const kvc_kernels *k) {
     channel_parts payload;
-    const double deadline = PyFloat_AsDouble(args[1]);
+    double deadline;
     const uint64_t whole = c->head + c->pending + (c->flags ? CHANNEL_TRAILER : 0);
-    if (PyErr_Occurred()) return NULL;
-    if (!c->pending || c->have > whole || !channel_take(&payload, args[0], PY_WRITABLE)) return channel_none();
+    if (!channel_deadline(args[1], &deadline) || !c->pending || c->have > whole) return channel_none();
+    if (!channel_take(&payload, args[0], PY_WRITABLE)) return channel_none();
     const double limit = channel_limits_of(c, whole - c->have, deadline, CHANNEL_RECEIVED);
     const int fits = limit >= 0 && payload.nbytes == c->pending;
     const long code = fits ? channel_place(c, &payload, deadline, limit, k) : CHANNEL_LONG_WAY;

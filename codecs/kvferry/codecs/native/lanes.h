@@ -45,7 +45,8 @@ typedef struct {
     kvc_look look;                               // before waiting for a frame
     uint64_t since;                              // when a wait began that has looked in vain, and is to sleep; else 0
     int receive_flags;
-    int pipe[2];                                 // for payloads that are lent to the kernel; -1: none was made yet
+    int pipe[2];                                 // for payloads that are lent to the kernel; -1: there is none,
+    unsigned without;                            // and so many more are sent before another try to make one
     unsigned forks;
 } kvc_channel;
 

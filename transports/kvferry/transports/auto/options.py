@@ -64,6 +64,8 @@ def parse_auto(address: str) -> tuple[Address, AutoOptions]:
                 f"address {address!r}: fallback is none, or some of {', '.join(SCHEMES)} with commas "
                 f"between, not {one!r}"
             )
+    if len(set(fallback)) < len(fallback):
+        raise ConfigError(f"address {address!r}: fallback={given['fallback']} names one twice")
     try:
         lanes = parse_lanes(given.get("lanes", "1"))
         if "rate" in given:

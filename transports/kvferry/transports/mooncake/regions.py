@@ -26,6 +26,7 @@ from kvferry.transports.region import (
     RegionTransport,
     Window,
     check_access,
+    check_memory,
 )
 
 __all__ = ["MooncakeRegions", "device_memory"]
@@ -121,6 +122,7 @@ class MooncakeRegions(RegionTransport):
         """See :meth:`RegionTransport.open_window`."""
         self._require_open()
         check_access(access)
+        check_memory(view)
         if not view.c_contiguous or not view.nbytes or (access == "write" and view.readonly):
             raise TransportError(
                 f"a window of {view.nbytes} bytes to {access} needs memory that is contiguous"
