@@ -12,10 +12,11 @@ theirs: they cover the encoded bytes and belong to the tier or the link.
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, SupportsFloat, SupportsIndex, TypeAlias
 
 from kvferry.core.buffers import addresses_of
 from kvferry.core.errors import CodecError
@@ -32,6 +33,7 @@ __all__ = [
     "check_apart",
     "check_bytes",
     "check_writable",
+    "checked_bound",
     "checked_nbytes",
     "slice_count",
 ]
@@ -251,12 +253,32 @@ def checked_nbytes(found: object, most: int, stage: Stage) -> int:
     Raises:
         CodecError: If it is no whole number from 0 to ``most``.
     """
-    if not isinstance(found, int) or not 0 <= found <= most:
+    nbytes = -1
+    if isinstance(found, SupportsIndex) and not isinstance(found, bool):
+        nbytes = operator.index(found)
+    if not 0 <= nbytes <= most:
         raise CodecError(
             f"codec {stage.codec_id!r} gave back {shown(found)} for a size, must be a whole number from 0 to "
             f"{most}; tell its authors"
         )
-    return found
+    return nbytes
+
+
+def checked_bound(found: object, stage: Stage) -> float:
+    """A bound that a stage states, if it can be one.
+
+    Raises:
+        CodecError: If it is no number from 0 on.
+    """
+    bound = math.nan
+    if isinstance(found, SupportsFloat) and not isinstance(found, bool):
+        bound = float(found)
+    if not bound >= 0:  # also for NaN
+        raise CodecError(
+            f"codec {stage.codec_id!r} states {shown(found)} for the bound of its error, must be a number "
+            "from 0 on; tell its authors"
+        )
+    return bound
 
 
 def slice_count(nbytes: int, layer: LayerSpec, codec_id: str) -> int:

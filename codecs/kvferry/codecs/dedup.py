@@ -13,7 +13,7 @@ from typing import ClassVar, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.codecs.base import Codec, CodecConfig, slice_count
+from kvferry.codecs.base import Codec, CodecConfig, checked_nbytes, slice_count
 from kvferry.codecs.parameters import Parameters
 from kvferry.codecs.stages import load_stage
 from kvferry.codecs.text import parse_stages, stage_text
@@ -30,6 +30,7 @@ _SAMPLES: Final = 64
 _KEY_NBYTES: Final = 8
 _WORTH: Final = 0.9
 _MOST_TENSORS: Final = 255
+_MOST_NBYTES: Final = (1 << 63) - 1 - _HEAD.size
 _Kinds: TypeAlias = "npt.NDArray[np.uint16 | np.uint32]"
 _Index: TypeAlias = "npt.NDArray[np.int64]"
 
@@ -92,7 +93,8 @@ class DedupCodec(Codec):
 
     def max_encoded_nbytes(self, layer: LayerSpec, count: int = 1) -> int:
         """A header more than the inner codec."""
-        return _HEAD.size + self.inner.max_encoded_nbytes(layer, count)
+        inner = self.inner.max_encoded_nbytes(layer, count)
+        return _HEAD.size + checked_nbytes(inner, _MOST_NBYTES, self.inner)
 
     def encode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> int:
         """See :meth:`Codec.encode_into`."""
@@ -106,7 +108,10 @@ class DedupCodec(Codec):
             if any(found) and (used := self._encode_unique(data, layer, found, dst[:needed])):
                 return used
         _HEAD.pack_into(dst, 0, _PLAIN, 0)
-        return _HEAD.size + self.inner.encode_into(src, layer, dst[_HEAD.size : needed])
+        return _HEAD.size + self._encode_inner(src, layer, dst[_HEAD.size : needed])
+
+    def _encode_inner(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> int:
+        return checked_nbytes(self.inner.encode_into(src, layer, dst), len(dst), self.inner)
 
     def _encode_unique(
         self, data: ByteArray, layer: LayerSpec, found: list[_Rows | None], dst: memoryview
@@ -128,7 +133,7 @@ class DedupCodec(Codec):
         padding = data[:, layer.data_nbytes :]
         slices[joined.data_nbytes - padding.size : joined.data_nbytes] = padding.reshape(-1)
         dst[:start] = b"".join((head, *kinds))
-        return start + self.inner.encode_into(slices.data, joined, dst[start:])
+        return start + self._encode_inner(slices.data, joined, dst[start:])
 
     def decode_into(self, src: memoryview, layer: LayerSpec, dst: memoryview) -> None:
         """See :meth:`Codec.decode_into`."""

@@ -9,6 +9,7 @@ from kvferry.codecs.kernels import EBP, Operation
 from kvferry.codecs.parameters import Parameters
 from kvferry.codecs.tensors import TensorCodec
 from kvferry.core.errors import CodecError
+from kvferry.core.nearest import shown
 from kvferry.core.spec import TensorSpec
 
 __all__ = ["EbpCodec"]
@@ -31,9 +32,9 @@ class EbpCodec(TensorCodec):
     codec_id: ClassVar[str] = "ebp"
 
     def __init__(self, bits: int = 0) -> None:
-        if Parameters(self.codec_id, {"bits": bits}).integer("bits", 0, 0, 4) in (1, 2):
+        if isinstance(bits, bool) or bits not in (0, 3, 4) or not isinstance(bits, int):
             raise CodecError(
-                f"codec 'ebp': bits is {bits}; write 3 or 4, or leave it out to choose by sample"
+                f"codec 'ebp': bits is {shown(bits)}; write 3 or 4, or leave it out to choose by sample"
             )
         super().__init__()
         self.bits = bits

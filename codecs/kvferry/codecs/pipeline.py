@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from kvferry.codecs.base import (
     ArrayStage,
@@ -21,10 +22,13 @@ from kvferry.codecs.base import (
     check_apart,
     check_bytes,
     check_writable,
+    checked_bound,
     checked_nbytes,
     slice_count,
 )
+from kvferry.codecs.checks import CallChecks
 from kvferry.codecs.error import slice_errors
+from kvferry.codecs.foreign import is_foreign, no_exit
 from kvferry.codecs.frame import (
     LOSSY,
     STORED_RAW,
@@ -43,18 +47,14 @@ from kvferry.codecs.stages import load_stage
 from kvferry.codecs.tensors import TensorCodec
 from kvferry.codecs.text import parse_stages, stage_text
 from kvferry.core.buffers import copy_into
-from kvferry.core.errors import CodecError, CorruptBlockError
-from kvferry.core.forks import renewed_in_child
+from kvferry.core.errors import CodecError, CorruptBlockError, KVFerryError
 from kvferry.core.nearest import shown
-from kvferry.core.spec import KVSpec, LayerSpec
+from kvferry.core.spec import KVSpec, LayerSpec, TensorSpec
 
 __all__ = ["CodecPipeline"]
 
 _CACHED: Final = 64
-_CHECK_EVERY: Final = 16
-_CHECK_AFTER_FAILURE: Final = 1024  # more than a model has layers: the next block has the same one outside
 _CHECKED_TOKENS: Final = 64
-_WORD: Final = (1 << 64) - 1
 _MOST_NBYTES: Final = (1 << 63) - 1
 _scratch: Final = Scratch()
 
@@ -71,21 +71,21 @@ class CodecPipeline:
     """Stages in a row, with the verbs of a codec; writes frames. Thread safe.
 
     A slice whose frame would be larger than the slices themselves, or whose lossy values are outside the
-    stated bound, is stored as it is. What stages of others raise goes through; a size that one gives back
-    and that cannot be is a ``CodecError``.
+    stated bound, is stored as it is. What stages of others raise goes through, and their input is read-only;
+    a size that one gives back and that cannot be is a ``CodecError``, and so are, as often as a bound is
+    checked, other bytes behind one that says that it is lossless.
 
     Args:
         stages: In the order of encoding: array stages, at most one codec (``raw`` if none), byte stages.
-        check: How often the bound of a lossy pipeline is checked: ``"sample"`` the first call and one of each
-            16, and each of the 1024 calls after one that was outside; ``"always"``, ``"never"``.
+        check: How often the bound of a lossy pipeline, or a stage of others, is checked: ``"sample"`` the
+            first call and one of each 16, and each of the 1024 calls after one that was outside;
+            ``"always"``, ``"never"``.
 
     Raises:
         CodecError: If the stages do not follow each other.
     """
 
     def __init__(self, stages: Sequence[Stage], *, check: str = "sample") -> None:
-        if check not in ("sample", "always", "never"):
-            raise CodecError(f"check is {shown(check)}; write sample, always or never")
         if not isinstance(stages, Sequence) or not all(isinstance(stage, Stage) for stage in stages):
             raise CodecError(f"the stages are {shown(stages)}, must be a sequence of stages, or use parse")
         self.stages: Final = tuple(stages)
@@ -104,17 +104,12 @@ class CodecPipeline:
         self._alone = not self.arrays and not self.bytes
         self._plain = self._alone and isinstance(self.codec, RawCodec)
         self._who = f"codec {self.text!r}"
-        self._check = check
+        self._foreign = any(map(is_foreign, self.stages))
+        self.checks: Final = CallChecks(check, lossy=not self.lossless, foreign=self._foreign)
         self._named = stage_bytes(tuple((s.codec_id, s.config()) for s in stages))
         self._header = header_nbytes(self._named)
         # not bound to the instance's lifetime by a cache of the class
         self._shape = functools.lru_cache(_CACHED)(self._make_shape)
-        self._lock = threading.Lock()
-        renewed_in_child(self, "_lock")
-        self._calls = 0
-        self._suspect_until = 0
-        self._out_of_bound = 0
-        self._stored_raw = 0
 
     @classmethod
     def parse(cls, text: str, *, check: str = "sample") -> CodecPipeline:
@@ -131,20 +126,22 @@ class CodecPipeline:
 
     def __reduce__(self) -> tuple[object, ...]:
         """For another process: the text form, which that one parses; counts begin anew there."""
-        return _parsed, (self.text, self._check)
+        return _parsed, (self.text, self.checks.how)
 
     @property
     def counts(self) -> dict[str, int]:
         """Calls of :meth:`encode_into`, how many stored slices as they are, and how many for the bound."""
-        return {"calls": self._calls, "stored_raw": self._stored_raw, "out_of_bound": self._out_of_bound}
+        return self.checks.counts()
 
     def unsupported(self, spec: KVSpec) -> str:
         """Why it does not apply to blocks of ``spec``, for people; empty if it does.
 
-        A stage of others that raises here, or says that it needs impossible sizes, does not apply.
+        A stage of others that raises here, or states sizes or bounds that cannot be, does not apply.
         """
         try:
-            return self._unsupported(spec) or self._unsized(spec)
+            return self._unsupported(spec) or self._impossible(spec)
+        except KVFerryError as error:
+            return str(error)
         except Exception as error:  # noqa: BLE001 - third-party code can raise anything
             return f"codec {self.text!r} failed: {type(error).__name__}: {str(error)[:200]}"
 
@@ -162,10 +159,21 @@ class CodecPipeline:
                 return f"layer {number}: {reason}"
         return ""
 
-    def _unsized(self, spec: KVSpec) -> str:
+    def _impossible(self, spec: KVSpec) -> str:
         for layer in set(spec.layers):
             self.max_encoded_nbytes(layer)
+            for tensor in layer.tensors:
+                self.error_bound(tensor)
         return ""
+
+    def error_bound(self, tensor: TensorSpec) -> float:
+        """The stated bound of the relative error of ``tensor``, that of all stages together.
+
+        Raises:
+            CodecError: If a stage states none that can be.
+        """
+        stages: tuple[ArrayStage | Codec, ...] = (*self.arrays, self.codec)
+        return sum(checked_bound(stage.error_bound(tensor), stage) for stage in stages)
 
     def max_encoded_nbytes(self, layer: LayerSpec, count: int = 1) -> int:
         """What :meth:`encode_into` needs: a header and the larger of the slices and what a stage makes."""
@@ -204,7 +212,7 @@ class CodecPipeline:
         done = _run(shapes, srcs, dsts)
         for index in range(len(done), len(srcs)):
             done.append(self._encode_frame(srcs[index], layer, shapes[index], dsts[index]))
-        number = self.counted(len(done))
+        number = self.checks.counted(len(done))
         return [
             self._settled(number + index, srcs[index], layer, dsts[index], nbytes, flags)
             for index, (nbytes, flags) in enumerate(done)
@@ -236,7 +244,7 @@ class CodecPipeline:
             done = _run(shapes[start:], srcs[start:], (dst[at:],), in_row=True)
             if not done:
                 done = [self._encode_frame(srcs[start], layers[start], shapes[start], dst[at:])]
-            number = self.counted(len(done))
+            number = self.checks.counted(len(done))
             for index, (nbytes, flags) in enumerate(done):
                 src, layer = srcs[start + index], layers[start + index]
                 size = self._settled(number + index, src, layer, dst[at:], nbytes, flags)
@@ -244,7 +252,7 @@ class CodecPipeline:
                 dst[at + size : at + aligned(size)] = bytes(aligned(size) - size)
                 at += aligned(size)
                 if size != nbytes:  # it took the place of the next ones, which are encoded again
-                    self.counted(index + 1 - len(done))
+                    self.checks.counted(index + 1 - len(done))
                     break
         return sizes
 
@@ -327,22 +335,23 @@ class CodecPipeline:
         encode_header(dst, self._named, len(src), len(src), lossy=False, stored_raw=True)
         return nbytes
 
-    def counted(self, calls: int = 1) -> int:
-        """The number of the first of some more calls."""
-        with self._lock:
-            self._calls += calls
-            return self._calls - calls
-
     def _settled(
         self, number: int, src: memoryview, layer: LayerSpec, dst: memoryview, nbytes: int, flags: int
     ) -> int:
         """Size of the frame ``number``, which is stored as it is if it is outside its bound."""
         if flags & STORED_RAW:
-            self.kept(number, outside=False)
+            self.checks.kept(number, outside=False)
             return nbytes
-        if not self.due(number) or not self._spoilt(src, layer, dst[self._header : nbytes]):
+        if not self.checks.due(number):
             return nbytes
-        self.kept(number, outside=True)
+        try:
+            spoilt = self._spoilt(src, layer, dst[self._header : nbytes])
+        except Exception:  # of a stage of others: it goes through, and the next calls are compared too
+            self.checks.suspect(number)
+            raise
+        if not spoilt:
+            return nbytes
+        self.checks.kept(number, outside=True)
         return self._store_raw(src, dst)
 
     # -- stages ----------------------------------------------------------------------------------------
@@ -362,6 +371,12 @@ class CodecPipeline:
         return found
 
     def _encode(self, src: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> int:
+        if not self._foreign:
+            return self._encode_stages(src, layer, count, dst)
+        with no_exit(self._who):  # and the KV of others is not theirs to write
+            return self._encode_stages(src.toreadonly(), layer, count, dst)
+
+    def _encode_stages(self, src: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> int:
         if self._alone:
             return checked_nbytes(self.codec.encode_into(src, layer, dst), len(dst), self.codec)
         with _scratch.taken() as buffer:
@@ -390,6 +405,13 @@ class CodecPipeline:
         return len(data)
 
     def _decode(self, body: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> None:
+        if not self._foreign:
+            self._decode_stages(body, layer, count, dst)
+            return
+        with no_exit(self._who):
+            self._decode_stages(body.toreadonly(), layer, count, dst)
+
+    def _decode_stages(self, body: memoryview, layer: LayerSpec, count: int, dst: memoryview) -> None:
         if self._alone:
             self.codec.decode_into(body, layer, dst)
             return
@@ -422,22 +444,6 @@ class CodecPipeline:
 
     # -- the bound -------------------------------------------------------------------------------------
 
-    def due(self, number: int) -> bool:
-        """Whether what call ``number`` encoded is compared with the bound."""
-        if self.lossless:
-            return False
-        if self._check != "sample":
-            return self._check == "always"
-        return number % _CHECK_EVERY == _place(number // _CHECK_EVERY) or number < self._suspect_until
-
-    def kept(self, number: int, *, outside: bool) -> None:
-        """Count that slices of call ``number`` were stored as they are, for being outside or otherwise."""
-        with self._lock:
-            self._stored_raw += 1
-            if outside:
-                self._out_of_bound += 1
-                self._suspect_until = number + 1 + _CHECK_AFTER_FAILURE
-
     def _spoilt(self, src: memoryview, layer: LayerSpec, body: memoryview) -> bool:
         """Whether a tensor is outside its bound after decoding again."""
         with _scratch.taken() as buffer:
@@ -446,11 +452,18 @@ class CodecPipeline:
             return self.outside(src, again, layer)
 
     def outside(self, src: memoryview, again: memoryview, layer: LayerSpec) -> bool:
-        """Whether the error of a tensor of ``again``, which is what became of ``src``, is above its bound."""
-        tokens = None if self._check == "always" else _CHECKED_TOKENS
+        """Whether the error of a tensor of ``again``, which is what became of ``src``, is above its bound.
+
+        Raises:
+            CodecError: If the pipeline says that it is lossless, and the bytes differ.
+        """
+        if self.lossless:
+            if not np.array_equal(np.frombuffer(src, np.uint8), np.frombuffer(again, np.uint8)):
+                raise CodecError(f"{self._who} says that it is lossless, and is not; tell its authors")
+            return False
+        tokens = None if self.checks.how == "always" else _CHECKED_TOKENS
         for error in slice_errors(src, again, layer, tokens):
-            bound = self.codec.error_bound(error.tensor)
-            bound += sum(stage.error_bound(error.tensor) for stage in self.arrays)
+            bound = self.error_bound(error.tensor)
             any_error = bound >= 1 and math.isfinite(error.bounded)  # where energy of channels is capped
             if not error.bounded <= bound and not any_error:  # also for NaN
                 return True
@@ -459,12 +472,6 @@ class CodecPipeline:
 
 def _parsed(text: str, check: str) -> CodecPipeline:
     return CodecPipeline.parse(text, check=check)
-
-
-def _place(group: int) -> int:
-    """Which of each 16 calls is checked, 0 of the first: in no order, since layers come in turn."""
-    mixed = group * 0x9E3779B97F4A7C15 & _WORD
-    return ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _WORD) >> 60
 
 
 def _run(

@@ -13,7 +13,7 @@ from kvferry.core.nearest import shown
 
 __all__ = ["parse_stages", "stage_text"]
 
-_STAGE: Final = re.compile(r"([a-z0-9_.-]+)\s*(?:\((.*)\))?", re.ASCII | re.DOTALL)
+_STAGE: Final = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\((.*)\))?", re.ASCII | re.DOTALL)
 
 
 def parse_stages(text: str) -> list[StageId]:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvferry.codecs import ArrayStage, Codec, CodecPipeline
+from kvferry.codecs import CodecPipeline
 from kvferry.codecs.choice import RAW
 from kvferry.codecs.frame import FLAGS_AT, LOSSY, MAX_HEADER_NBYTES, aligned
 from kvferry.core.buffers import page_aligned
@@ -164,5 +164,4 @@ class BlockCodec:
 def _stated_bound(pipeline: CodecPipeline, spec: KVSpec) -> float:
     """The largest of any tensor."""
     tensors = {tensor for layer in spec.layers for tensor in layer.tensors}
-    lossy: tuple[ArrayStage | Codec, ...] = (*pipeline.arrays, pipeline.codec)
-    return max((sum(stage.error_bound(tensor) for stage in lossy) for tensor in tensors), default=0.0)
+    return max(map(pipeline.error_bound, tensors), default=0.0)

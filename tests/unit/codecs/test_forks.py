@@ -57,7 +57,7 @@ import os, signal
 from kvferry.codecs import CodecPipeline
 
 pipeline = CodecPipeline.parse("raw")
-pipeline._lock.acquire()  # as another thread might
+pipeline.checks._lock.acquire()  # as another thread might
 child = os.fork()
 if not child:
     signal.alarm(20)

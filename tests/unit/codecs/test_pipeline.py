@@ -284,7 +284,7 @@ def test_how_often_the_bound_is_checked(check: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(codec, "decode_into", counted)
     data = normal(LAYER, 0)
     first = 38  # of the third 16 calls the one that is due
-    monkeypatch.setattr("kvferry.codecs.pipeline._CHECK_AFTER_FAILURE", 64)
+    monkeypatch.setattr("kvferry.codecs.checks._AFTER_FAILURE", 64)
     for call in range(120):
         monkeypatch.setattr(codec, "bound", 1e-6 if call == first else None)
         encode(pipeline, data)
@@ -446,4 +446,4 @@ def test_scratch_memory_is_used_again_and_what_is_large_is_given_back() -> None:
 def test_a_pipeline_goes_to_another_process_by_its_text(text: str) -> None:
     pipeline = CodecPipeline.parse(text, check="always")
     found = pickle.loads(pickle.dumps(pipeline))
-    assert (found.text, found._check) == (pipeline.text, "always")
+    assert (found.text, found.checks.how) == (pipeline.text, "always")

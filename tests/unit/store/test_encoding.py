@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -172,7 +173,7 @@ class Faulty(ByteStage):
         self.wrong = wrong
 
     def config(self) -> CodecConfig:
-        return {"wrong": self.wrong}
+        return {"wrong": self.wrong} if self.wrong else {}
 
     @classmethod
     def from_config(cls, config: CodecConfig) -> Faulty:
@@ -186,18 +187,27 @@ class Faulty(ByteStage):
     def encode_into(self, src: memoryview, dst: memoryview) -> int:
         if self.wrong == "encode":
             raise ValueError("a bug of others")
+        if self.wrong == "writes its input":
+            src[:] = bytes(len(src))
         half = len(src) // 2
         dst[:half] = src[:half]
         return ENCODED.get(self.wrong, half)  # type: ignore[return-value]
 
     def decode_into(self, src: memoryview, dst: memoryview) -> int:
+        return self.decode(src, dst)
+
+    def decode(self, src: memoryview, dst: memoryview) -> int:
         if self.wrong == "decode":
             raise ValueError("a bug of others")
+        if self.wrong == "leaves":
+            sys.exit(3)
         dst[: len(src)] = dst[len(src) : 2 * len(src)] = src
+        if self.wrong == "loses":
+            dst[0] ^= 1
         return 2 * len(src) if self.wrong != "decodes too much" else 1 << 40
 
 
-ENCODED: Final[dict[str, object]] = {"too much": 1 << 40, "too little": -5, "nothing": None}
+ENCODED: Final[dict[str, object]] = {"too much": 1 << 40, "too little": -5, "nothing": None, "yes": True}
 TWICE: Final = spec_of(*(LayerSpec((TensorSpec("k", (16, 64), DType.BFLOAT16),)),) * 3)
 
 
@@ -208,14 +218,18 @@ def faulty() -> Iterator[None]:
     registry.unregister("faulty")
 
 
-@pytest.mark.parametrize("wrong", ["size", "negative size", "encode", *ENCODED])
+@pytest.mark.parametrize(
+    "wrong", ["size", "negative size", "encode", "writes its input", "decode", "leaves", "loses", *ENCODED]
+)
 def test_a_codec_that_cannot_encode_costs_the_ratio_and_not_the_block(
     faulty: None, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
-    data = memoryview(bytes(range(256)) * (TWICE.block_nbytes // 256))
+    saved = bytes(range(256)) * (TWICE.layers[0].nbytes // 512) * 6
+    data = memoryview(bytearray(saved))
     codec = TierCodec(f"faulty(wrong={wrong})", allow_lossy=True)
     for _ in range(3):
         assert codec.encode(data, TWICE) is None
+    assert data == saved
     assert codec.counters()["codec_kept_blocks"] == 3
     assert codec.counters()["codec_failed"] == (0 if "size" in wrong else 3)
     assert len(caplog.records) == 1
@@ -225,14 +239,19 @@ def test_a_codec_that_cannot_encode_costs_the_ratio_and_not_the_block(
     assert again.encoding.lossy
 
 
-@pytest.mark.parametrize("wrong", ["decode", "decodes too much"])
-def test_a_codec_that_cannot_decode_costs_a_miss(faulty: None, wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["decode", "decodes too much", "leaves"])
+def test_a_codec_that_cannot_decode_costs_a_miss(
+    faulty: None, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
     half = bytes(range(256)) * (TWICE.layers[0].nbytes // 512)
     data = memoryview(half * 6)
-    fine, codec = TierCodec("faulty"), TierCodec(f"faulty(wrong={wrong})")
-    assert decoded(fine, TWICE, encoded(fine, TWICE, data).data) == (ReadOutcome.HIT, bytes(data), False)
+    codec = TierCodec("faulty")
+    frames = bytes(encoded(codec, TWICE, data).data)
+    assert decoded(codec, TWICE, memoryview(frames)) == (ReadOutcome.HIT, bytes(data), False)
+    worse = Faulty(wrong)
+    monkeypatch.setattr(Faulty, "decode_into", lambda _, src, dst: worse.decode(src, dst))
     for count in (1, 2):
-        assert decoded(codec, TWICE, encoded(codec, TWICE, data).data)[0] is ReadOutcome.MISS
+        assert decoded(codec, TWICE, memoryview(frames))[0] is ReadOutcome.MISS
         assert codec.counters()["codec_undecodable"] == count
 
 

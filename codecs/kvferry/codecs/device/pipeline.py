@@ -72,13 +72,13 @@ class DevicePipeline:
             )
         sections = [_encode(DeviceView.of(data, piece), piece) for piece in plan.pieces] if len(data) else []
         body = torch.cat(sections) if sections else src[:0]
-        number = self.pipeline.counted()
+        number = self.pipeline.checks.counted()
         raw = body.numel() >= src.numel()
         if raw:
-            self.pipeline.kept(number, outside=False)
-        elif self.pipeline.due(number) and self._outside(data, body, layer):
+            self.pipeline.checks.kept(number, outside=False)
+        elif self.pipeline.checks.due(number) and self._outside(data, body, layer):
             raw = True
-            self.pipeline.kept(number, outside=True)
+            self.pipeline.checks.kept(number, outside=True)
         if raw:
             body = src
         head = bytearray(header_nbytes(self._named))
