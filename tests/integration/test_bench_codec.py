@@ -72,13 +72,15 @@ def test_tables_for_people(text: str) -> None:
         ({"codecs": "ebq"}, "did you mean ebp"),
         ({"only": "size"}, "write speed, quality"),
         ({"codecs": "ebp(bits=7)"}, "--codecs: codec 'ebp': bits is 7"),
+        ({"codecs": "ebp;cast|int8"}, r"cast[|]int8 does not apply to KV in bfloat16.*needs float32 tensors"),
         ({"tokens": 8}, "do not fill a slice"),
-        ({"tokens": 80}, "no whole number of slices of 32"),
+        ({"tokens": 80}, "no whole number of slices of 32; change --tokens"),
         ({"tokens": 32768}, "takes texts of 32768 tokens, 32832 are needed"),
         ({"threads": 5000}, "--threads is 5000: each needs a CPU of its own"),
         ({"text": "/nowhere/at/all"}, "No such file"),
         ({"kernels": "cuda"}, "native or numpy"),
         ({"text": __file__, "tokens": 1 << 20}, "lower --tokens"),
+        ({"text": __file__, "predicted": 8000}, "of which 8000 are predicted; lower --tokens or --predicted"),
     ],
 )
 def test_what_cannot_be_measured(params: dict[str, str | int], message: str) -> None:

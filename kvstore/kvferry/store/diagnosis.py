@@ -28,7 +28,7 @@ _WHY_DIRECT: Final = (
 
 
 def tier_probes(tiers: Sequence[TierConfig]) -> list[tuple[str, str, Probe]]:
-    """A probe a tier, and one for each of its directories."""
+    """A probe a tier, one for each of its directories, and one for its codec where it has one."""
     found: list[tuple[str, str, Probe]] = []
     for tier in tiers:
         name = tier.name or tier.kind
@@ -36,6 +36,8 @@ def tier_probes(tiers: Sequence[TierConfig]) -> list[tuple[str, str, Probe]]:
         given = tier.options.get("directories", tier.options.get("directory", ()))
         directories = [given] if isinstance(given, str) else list(given)
         found += [("tiers", f"{name} {one}", partial(_directory, name, Path(one))) for one in directories]
+        if "codec" in tier.options or "allow_lossy" in tier.options:
+            found.append(("codecs", f"tier {name}", partial(_codec, tier, name)))
     return found
 
 
@@ -46,6 +48,18 @@ def _plugin(tier: TierConfig, name: str) -> Iterator[Finding]:
         yield Finding("tiers", name, str(error), "fail", _WHY, "install what it needs, or remove the tier")
     else:
         yield Finding("tiers", name, f"kind {tier.kind} is installed", why=_WHY)
+
+
+def _codec(tier: TierConfig, name: str) -> Iterator[Finding]:
+    from kvferry.store.encoding import OFF, TierCodec
+
+    label = f"tier {name}"
+    try:
+        codec, _ = TierCodec.from_options(label, tier.options)
+    except ConfigError as error:
+        yield Finding("codecs", label, str(error), "fail", _WHY, "do what it says, or leave codec out")
+    else:
+        yield Finding("codecs", label, codec.status().get("codec", OFF), why=_WHY)
 
 
 def _directory(name: str, directory: Path) -> Iterator[Finding]:

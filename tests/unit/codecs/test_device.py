@@ -173,6 +173,24 @@ def test_what_runs_on_the_host_only() -> None:
         device.encode(torch.zeros(plain.nbytes, dtype=torch.uint8), plain)
 
 
+def test_a_frame_is_not_decoded_over_itself(where: torch.device) -> None:
+    layer = kv_layer(16, 1, 64)
+    device = DevicePipeline(CodecPipeline.parse("ebp"))
+    memory = torch.zeros(3 * layer.nbytes, dtype=torch.uint8, device=where)
+    frame = device.encode(memory[: layer.nbytes], layer)
+    for start in (0, 64, layer.nbytes - 64):
+        memory[start : start + frame.numel()] = frame
+        with pytest.raises(CodecError, match=r"frame and output overlap by [0-9]+ bytes"):
+            device.decode(memory[start : start + frame.numel()], layer, memory[: layer.nbytes])
+    memory[layer.nbytes : layer.nbytes + frame.numel()] = frame
+    device.decode(memory[layer.nbytes : layer.nbytes + frame.numel()], layer, memory[: layer.nbytes])
+
+
+def test_a_text_is_no_pipeline() -> None:
+    with pytest.raises(CodecError, match=r"of 'ebp'; write DevicePipeline\(CodecPipeline\.parse"):
+        DevicePipeline("ebp")  # type: ignore[arg-type]
+
+
 def test_torch_is_imported_only_when_asked_for() -> None:
     code = (
         "import sys; from kvferry.codecs import registry; [registry.load(name) for name in registry.names()]"

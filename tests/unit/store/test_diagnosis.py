@@ -27,6 +27,23 @@ def test_directories_are_looked_at_and_left_as_they_were(tmp_path: Path) -> None
     assert list(old.iterdir()) == []
 
 
+def test_the_codec_of_a_tier_and_its_loss_are_told(tmp_path: Path) -> None:
+    place = {"directory": str(tmp_path)}
+    for options, told in (
+        ({"codec": "ebp"}, "ebp (lossless)"),
+        ({"codec": "int8", "allow_lossy": True}, "int8 (lossy, lossy blocks are read)"),
+        ({"codec": "off", "allow_lossy": True}, "off (lossless, lossy blocks are read)"),
+        ({"codec": "raw"}, "off"),
+    ):
+        found = _found(**place, **options)[-1]
+        assert (found.area, found.name, found.value, found.level) == ("codecs", "tier disk", told, "ok")
+    wrong = TierConfig.model_construct(kind="disk", name="disk", options={**place, "codec": "int8"})
+    found = [one for _, _, probe in tier_probes([wrong]) for one in probe()][-1]
+    assert found.level == "fail"
+    assert "int8 is lossy" in found.value
+    assert len(_found(**place)) == 2
+
+
 def test_a_directory_that_is_none_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = _found(directory=str(tmp_path / "file" / "kv"))[1]

@@ -16,6 +16,7 @@ from kvferry.codecs import CodecPipeline
 from kvferry.codecs.kernels import use_kernels
 from kvferry.codecs.native import native
 from kvferry.core.errors import CodecError, ConfigError
+from kvferry.core.spec import DType, KVSpec, LayerSpec, TensorSpec
 from kvferry.core.units import parse_nbytes, parse_rate
 
 __all__ = ["AUTO_CODECS", "DEFAULT_CODECS", "DEFAULT_RATES", "CodecOptions", "run", "short_name"]
@@ -24,6 +25,8 @@ DEFAULT_CODECS = "ebp;ebp(bits=4);split;int8;int4;fp8"
 AUTO_CODECS = "ebp(bits=4);ebp;split"
 """What ``adaptive`` chooses from: the lossless pipelines of ``stream.codec=auto``."""
 DEFAULT_RATES = "50MB/s;200MB/s;500MB/s;1GB/s;2GB/s;4GB/s"
+_KV = LayerSpec(tuple(TensorSpec(name, (16, 2, 64), DType.BFLOAT16) for name in ("k", "v")))
+_SPEC = KVSpec(model="any", revision="any", layers=(_KV,), block_tokens=16)
 _TINY = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 704}
 
 
@@ -84,9 +87,14 @@ class CodecOptions:
         for rate in found.rates:
             parse_rate(rate)
         if found.tokens < found.slice_tokens:
-            raise ConfigError(f"{found.tokens} tokens do not fill a slice of {found.slice_tokens}")
+            raise ConfigError(
+                f"{found.tokens} tokens do not fill a slice of {found.slice_tokens}; lower --slice-tokens too"
+            )
         if found.tokens % found.slice_tokens:
-            raise ConfigError(f"{found.tokens} tokens are no whole number of slices of {found.slice_tokens}")
+            raise ConfigError(
+                f"{found.tokens} tokens are no whole number of slices of {found.slice_tokens}; change "
+                "--tokens or --slice-tokens"
+            )
         cpus = len(os.sched_getaffinity(0))
         if found.threads > cpus:
             raise ConfigError(
@@ -97,9 +105,15 @@ class CodecOptions:
 
 def _canonical(text: str) -> str:
     try:
-        return CodecPipeline.parse(text).text
+        pipeline = CodecPipeline.parse(text)
     except CodecError as error:
         raise ConfigError(f"--codecs: {error}") from error
+    if reason := pipeline.unsupported(_SPEC):  # links and tiers would not use it, so no figure of it is true
+        raise ConfigError(
+            f"--codecs: {pipeline.text} does not apply to KV in bfloat16, which is what is encoded here: "
+            f"{reason}; leave it out"
+        )
+    return pipeline.text
 
 
 def short_name(text: str) -> str:

@@ -69,7 +69,10 @@ class ModelKV:
         self.texts = []
         needed, most = self._tokens + self._predicted, self.model.max_model_len
         if needed > most:
-            raise ConfigError(f"the model takes texts of {most} tokens, {needed} are needed; lower --tokens")
+            raise ConfigError(
+                f"the model takes texts of {most} tokens, {needed} are needed, of which {self._predicted} "
+                "are predicted; lower --tokens or --predicted"
+            )
         chosen = texts(options.texts, options.own_texts)
         for number, (name, text) in enumerate(chosen.items()):
             progress(f"prefill of {name}", number, len(chosen))
@@ -79,7 +82,10 @@ class ModelKV:
     def _prefill(self, name: str, tokens: list[int]) -> TextKV:
         needed = self._tokens + self._predicted
         if len(tokens) < needed:
-            raise ConfigError(f"text {name} has {len(tokens)} tokens, {needed} are needed; lower --tokens")
+            raise ConfigError(
+                f"text {name} has {len(tokens)} tokens, {needed} are needed, of which {self._predicted} "
+                "are predicted; lower --tokens or --predicted"
+            )
         kv = PagedKV(self.model.config, num_blocks=-(-needed // 16), dtype=torch.float32)
         sequence = Sequence.allocate(kv, needed)
         ids = torch.tensor(tokens[:needed], dtype=torch.int64)

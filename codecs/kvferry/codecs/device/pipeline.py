@@ -22,6 +22,7 @@ from kvferry.codecs.pipeline import CodecPipeline
 from kvferry.codecs.split import SplitCodec
 from kvferry.codecs.tensors import TensorCodec
 from kvferry.core.errors import CodecError, CorruptBlockError
+from kvferry.core.nearest import shown
 from kvferry.core.spec import LayerSpec
 
 __all__ = ["DevicePipeline"]
@@ -44,6 +45,10 @@ class DevicePipeline:
     """
 
     def __init__(self, pipeline: CodecPipeline) -> None:
+        if not isinstance(pipeline, CodecPipeline):
+            raise CodecError(
+                f"a device pipeline of {shown(pipeline)}; write DevicePipeline(CodecPipeline.parse('ebp'))"
+            )
         codec = pipeline.codec
         if len(pipeline.stages) != 1 or not isinstance(codec, TensorCodec) or isinstance(codec, SplitCodec):
             raise CodecError(f"codec {pipeline.text!r} runs on the host only; write ebp, int8, int4 or fp8")
@@ -97,6 +102,7 @@ class DevicePipeline:
         _check_flat(frame, "the frame is")
         if frame.device != dst.device:
             raise CodecError(f"a frame on {frame.device} is decoded into {dst.device}; they must be the same")
+        _check_apart(frame, dst, self.pipeline.text)
         head = memoryview(bytes(frame[:MAX_HEADER_NBYTES].cpu().numpy()))
         parsed = parse_frame(head, frame.numel())
         if parsed.stages != self._named or parsed.decoded_nbytes != dst.numel():
@@ -136,6 +142,16 @@ def _check_flat(given: torch.Tensor, what: str) -> None:
             f"{what} {given.dtype} of shape {tuple(given.shape)} with strides {given.stride()}, must be a "
             f"flat, contiguous uint8 tensor; take tensor{'' if given.is_contiguous() else '.contiguous()'}"
             ".view(-1).view(torch.uint8)"
+        )
+
+
+def _check_apart(frame: torch.Tensor, dst: torch.Tensor, text: str) -> None:
+    common = min(each.data_ptr() + each.numel() for each in (frame, dst)) - max(
+        each.data_ptr() for each in (frame, dst)
+    )
+    if common > 0:
+        raise CodecError(
+            f"codec {text!r}: frame and output overlap by {common} bytes; give them memory of their own"
         )
 
 
