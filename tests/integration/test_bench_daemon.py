@@ -22,7 +22,8 @@ def test_saves_and_loads_stand_beside_what_bounds_them(url: str) -> None:
     assert done.returncode == 0, done.stderr
     printed = [json.loads(line) for line in done.stdout.splitlines()]
     lines = [line for line in printed if line["scenario"].startswith("daemon.")]
-    assert {line["scenario"] for line in printed if line not in lines} == {"redis.set", "redis.get"}
+    others = {line["scenario"] for line in printed if line not in lines}
+    assert others == {"redis.set", "redis.set.raw", "redis.get", "redis.get.raw"}
     paged = [line for line in lines if "layout" in line["params"]]
     assert [(line["scenario"], line["params"]["layout"]) for line in paged] == [
         (f"daemon.{verb}", layout)

@@ -120,10 +120,14 @@ def test_the_redis_tier_beside_a_client_and_a_bare_socket(tmp_path: Path) -> Non
     for scenario, bare in (("redis.set", "raw_set"), ("redis.get", "raw_get")):
         done = bench(tmp_path, "--scenario", scenario, *small)
         assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [(line["params"]["nbytes"], line["params"]["batch"]) for line in lines] == [
-            (64 << 10, 1), (64 << 10, 32), (1 << 20, 1), (1 << 20, 32)
-        ]  # fmt: skip
+        printed = [json.loads(line) for line in done.stdout.splitlines()]
+        lines = [line for line in printed if line["scenario"] == scenario]
+        bars = [line for line in printed if line["scenario"] == f"{scenario}.raw"]
+        for own in (lines, bars):
+            assert [(line["params"]["nbytes"], line["params"]["batch"]) for line in own] == [
+                (64 << 10, 1), (64 << 10, 32), (1 << 20, 1), (1 << 20, 32)
+            ]  # fmt: skip
+        assert [set(line["ratios"]) for line in bars] == [{"redis_py"}] * 4
         for line in lines:
             assert set(line) == FIELDS
             assert set(line["ratios"]) == {bare, "redis_py"}

@@ -15,6 +15,7 @@ from kvferry.transports.guard import GuardedSocket
 from kvferry.transports.hashed import AGAIN, ENDED, STRAY, HashedStream, hashed_stream
 from kvferry.transports.sockets import SocketConnection
 from kvferry.transports.streams import sending
+from kvferry.transports.values import Value, ValueStream, value_stream
 
 __all__ = ["HashedSocketConnection"]
 
@@ -48,6 +49,7 @@ class HashedSocketConnection(SocketConnection):
         self.spin_s = spin_s
         self._outgoing: HashedStream | None = None  # made when first used: most lanes never do
         self._incoming: HashedStream | None = None
+        self._values: ValueStream | None = None
 
     @property
     def bare(self) -> GuardedSocket | None:
@@ -76,6 +78,44 @@ class HashedSocketConnection(SocketConnection):
                 self._limit_wait(socket.SO_SNDTIMEO, deadline, sending(*stream.progress))
                 code = stream.go_on(deadline - self._send_limit, sending=True)
         finally:
+            guard.leave()
+
+    @property
+    def sends_values(self) -> bool:
+        """Whether :meth:`send_values` can be called: where the library is, on a connection without a rate."""
+        if self._values is None and self._pacer is None:
+            self._values = value_stream()
+        return self._values is not None
+
+    def send_values(self, values: Sequence[Value], end: bytes, deadline: float, *, lends: bool) -> int:
+        """Send values, each with the checksum of its data and ``end`` behind it.
+
+        Args:
+            values: Heads and data.
+            end: What ends each of them, a few bytes.
+            deadline: Of the whole call.
+            lends: The data stays as it is until the peer has answered, or has let go of the connection: so
+                the kernel need not copy it.
+
+        Returns:
+            Bytes that were lent. Raises as :meth:`send`; then it counts as lent whatever might be.
+        """
+        stream = self._values
+        assert stream is not None
+        guard = self._guard
+        guard.enter(self._name)
+        try:
+            self._limit_wait(socket.SO_SNDTIMEO, deadline, "sending values")
+            until = deadline - self._send_limit
+            code = stream.send(guard.sock.fileno(), _NO_SIGNAL, values, end, until, lends=lends)
+            while code:
+                if code not in AGAIN:
+                    raise self._failed(OSError(code, os.strerror(code)), sending(*stream.progress))
+                self._limit_wait(socket.SO_SNDTIMEO, deadline, sending(*stream.progress))
+                code = stream.go_on(deadline - self._send_limit)
+            return stream.lent
+        finally:
+            stream.end()
             guard.leave()
 
     def recv_hashed(self, start: bytes, views: Sequence[memoryview], deadline: float) -> tuple[int, int]:

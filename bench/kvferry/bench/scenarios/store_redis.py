@@ -1,4 +1,8 @@
-"""``redis.set`` and ``redis.get``: the redis tier beside a client library and a bare socket, same server."""
+"""``redis.set`` and ``redis.get``: the redis tier beside a client library and a bare socket, same server.
+
+``redis.set.raw`` and ``redis.get.raw`` are of the same runs: the bare socket beside the library, which says
+how much faster than that a client is that does nothing but send.
+"""
 
 from __future__ import annotations
 
@@ -257,15 +261,16 @@ def _run(scenario: str, options: StoreOptions, progress: Progress) -> Iterator[R
             for batch in sorted({1, max(1, min(_BATCH, _BATCH_NBYTES // nbytes))}):
                 place = _Place(server, nbytes, batch, options, pinned=here is not None)
                 try:
-                    yield _measure(scenario, place, options, here, progress)
+                    yield from _measure(scenario, place, options, here, progress)
                 finally:
                     place.close()
 
 
 def _measure(
     scenario: str, place: _Place, options: StoreOptions, cpu: int | None, progress: Progress
-) -> Result:
+) -> Iterator[Result]:
     subjects: dict[str, Callable[[], Sample]]
+    bare = "raw_set" if scenario == "redis.set" else "raw_get"
     if scenario == "redis.set":
         subjects = {"subject": place.tier_set, "raw_set": place.bare_set, "redis_py": place.client_set}
     else:
@@ -283,6 +288,7 @@ def _measure(
     place.tier_get()
     verified = place.is_right(place.stored, place.views)
     values = {name: [s.gb_per_s for s in found] for name, found in samples.items()}
-    return summarise(
-        scenario, place.params(options), "GB/s", values, samples=samples["subject"], verified=verified
-    )
+    params = place.params(options)
+    yield summarise(scenario, params, "GB/s", values, samples=samples["subject"], verified=verified)
+    values = {bare: values[bare], "redis_py": values["redis_py"]}
+    yield summarise(f"{scenario}.raw", params, "GB/s", values, subject=bare, samples=samples[bare])

@@ -8,6 +8,7 @@
 #include "pages.h"
 #include "stream.h"
 #include "ucx.h"
+#include "values.h"
 
 #include <stdlib.h>
 
@@ -164,6 +165,10 @@ KVC_EXPORT int kvc_stream_go_on(kvc_stream *stream, int sending) {
     return sending ? stream_send(stream, chosen()) : stream_receive(stream, chosen());
 }
 KVC_EXPORT uint64_t kvc_stream_hash(const kvc_stream *stream) { return hash_end(&stream->hash, chosen()); }
+
+// Values for a store, sent with their checksums. All behind `tail` in the state is the library's.
+KVC_EXPORT size_t kvc_values_nbytes(void) { return sizeof(kvc_values); }
+KVC_EXPORT int kvc_values_send(kvc_values *values) { return values_send(values, chosen()); }
 
 // The short ways of a channel, for the running Python, with its GIL held; see channel.h.
 #define CHANNEL_CALL(function, arguments, call) \

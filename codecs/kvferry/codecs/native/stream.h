@@ -163,15 +163,15 @@ static int stream_lend(kvc_stream *s, const struct iovec *window, int number, co
     return 1;
 }
 
-// As sendmsg of what is in the pipe; no signal comes of it.
-static ssize_t stream_splice(const kvc_stream *s) {
-    const unsigned flags = SPLICE_F_MORE | (s->flags & MSG_DONTWAIT ? SPLICE_F_NONBLOCK : 0);
+// As sendmsg of what is in the pipe that ends in `from`; no signal comes of it.
+static ssize_t stream_splice(int from, int to, uint64_t nbytes, int send_flags) {
+    const unsigned flags = SPLICE_F_MORE | (send_flags & MSG_DONTWAIT ? SPLICE_F_NONBLOCK : 0);
     sigset_t broken, before, due;
     sigemptyset(&broken);
     sigaddset(&broken, SIGPIPE);
     sigpending(&due);
     pthread_sigmask(SIG_BLOCK, &broken, &before);
-    const ssize_t moved = splice(s->pipe[0], NULL, s->fd, NULL, s->piped, flags);
+    const ssize_t moved = splice(from, NULL, to, NULL, nbytes, flags);
     const int error = errno;
     const struct timespec now = {0, 0};
     if (moved < 0 && error == EPIPE && !sigismember(&due, SIGPIPE)) sigtimedwait(&broken, NULL, &now);
@@ -190,7 +190,7 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
         if (!s->room) return STREAM_CROSSED;
         if (stream_late(s)) return STREAM_SHORT;
         if (s->piped) {
-            const ssize_t moved = stream_splice(s);
+            const ssize_t moved = stream_splice(s->pipe[0], s->fd, s->piped, s->flags);
             if (moved < 0) return errno;
             stream_advance(s, (uint64_t)moved, 0, k);
             s->piped -= (uint64_t)moved;

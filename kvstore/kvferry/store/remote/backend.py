@@ -56,6 +56,8 @@ class Put(NamedTuple):
             called again if the request has to be made again.
         only_new: Leave what is there already.
         final: Whether it is the last value of a block; others may go by themselves after a while.
+        sealed: For a backend that hashes what it sends by itself, which may take this in place of ``source``:
+            gives two parts, the value being these and the xxh3_64 of the second, 8 bytes little-endian.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Put(NamedTuple):
     source: Callable[[bool], Iterable[Pieces]]
     only_new: bool = True
     final: bool = True
+    sealed: Callable[[], tuple[bytes, memoryview]] | None = None
 
 
 class Get(NamedTuple):

@@ -294,17 +294,21 @@ def _put(home: Home, new: _Pending, parts: tuple[Part, ...]) -> Put:
     if parts:
         head = _manifest(home, new, parts)
         return Put(new.name, len(head), lambda _: ((head,),), not new.replaces)
-    return Put(new.name, new.nbytes - NAME_NBYTES, partial(_send_whole, home, new), not new.replaces)
+    source, sealed = partial(_send_whole, home, new), partial(_sealed, home, new)
+    return Put(new.name, new.nbytes - NAME_NBYTES, source, not new.replaces, sealed=sealed)
 
 
 def _send_whole(home: Home, new: _Pending, last: bool) -> Iterable[Pieces]:
     """Made when it is the block's turn: the store is at work on those before meanwhile."""
+    manifest, data = _sealed(home, new)
+    return send_block(manifest, data, last=last)
+
+
+def _sealed(home: Home, new: _Pending) -> tuple[bytes, memoryview]:
     block = new.block
     if new.encoding:
-        manifest = _manifest(home, new)
-    else:
-        manifest = home.template.build_inline(block.key, block.parent, block.position)
-    return send_block(manifest, new.data, last=last)
+        return _manifest(home, new), new.data
+    return home.template.build_inline(block.key, block.parent, block.position), new.data
 
 
 def _manifest(home: Home, new: _Pending, parts: tuple[Part, ...] = ()) -> bytes:

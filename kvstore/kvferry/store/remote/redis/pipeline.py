@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvferry.core.clock import is_past
 from kvferry.core.errors import KVFerryError, ProtocolError, TransportError
 from kvferry.store.remote.backend import Answer, Done
-from kvferry.store.remote.redis.requests import Request
+from kvferry.store.remote.redis.requests import Request, Write
 from kvferry.store.remote.redis.resp import ReplyError, command
 from kvferry.store.remote.redis.server import Lane, Server
 
@@ -22,6 +23,7 @@ _AHEAD_NBYTES: Final = 64 << 20
 _FIRST_NBYTES: Final = 32 << 10  # the server begins
 _JOIN_NBYTES: Final = 512 << 10  # then it does not sleep between two calls, and each is paid for by more
 _MOST_PIECES: Final = 512
+_VALUES_NBYTES: Final = 1 << 20  # in one call; the store is at work on them while the next ones are made
 _LEAST_LIMIT_NBYTES: Final = 1 << 20
 _ASKING: Final = command(b"ASKING")
 _STOP: Final = frozenset({"OOM"})
@@ -36,12 +38,13 @@ def run_on(
     on a new one. When the server has no memory left, what was not sent yet is not sent.
     """
     fresh = False
+    flying: threading.Event | None = None
     while True:
         outcomes: list[Outcome] = []
         try:
             lane = server.lease(deadline, fresh=fresh)
         except (KVFerryError, OSError) as error:
-            return _failed(requests, outcomes, str(error))
+            return _failed(requests, outcomes, str(error), flying)
         was_used, lane.reader.received = lane.used, False
         try:
             for group in _groups(requests):
@@ -55,11 +58,11 @@ def run_on(
                 and _ended(error)
                 and not is_past(deadline)
             ):
-                server.drop(lane)
+                flying = server.drop(lane)
                 fresh = True
                 continue
-            server.drop(lane, error)
-            return _failed(requests, outcomes, f"{error}{_hint(requests, error)}")
+            flying = server.drop(lane, error)
+            return _failed(requests, outcomes, f"{error}{_hint(requests, error)}", flying)
         except BaseException:
             server.drop(lane)  # the caller's own: replies are still to come on it
             raise
@@ -82,8 +85,10 @@ def _ended(error: KVFerryError) -> bool:
     return error.code == "connection_closed"
 
 
-def _failed(requests: Sequence[Request], outcomes: list[Outcome], reason: str) -> list[Outcome]:
-    outcomes += [Answer(Done.FAILED, reason)] * (len(requests) - len(outcomes))
+def _failed(
+    requests: Sequence[Request], outcomes: list[Outcome], reason: str, flying: threading.Event | None
+) -> list[Outcome]:
+    outcomes += [Answer(Done.FAILED, reason, in_flight=flying)] * (len(requests) - len(outcomes))
     return outcomes
 
 
@@ -115,8 +120,30 @@ def _exchange(
     Returns:
         Whether the server takes no more.
     """
+    stops = False
+    if asking or not _send_values(lane, server, group, deadline):
+        _send_pieces(lane, server, group, deadline, asking=asking)
+    for request in group:
+        if not asking and (answer := request.at_hand(lane.reader)) is not None:
+            outcomes.append(answer)
+            continue
+        until = server.request_deadline(deadline)
+        if asking:
+            lane.reader.read(until)
+        try:
+            outcomes.append(request.take(lane.reader, until))
+        except ReplyError as error:
+            outcomes.append(error)
+            stops = stops or error.word in _STOP
+    lane.lent = False
+    return stops
+
+
+def _send_pieces(
+    lane: Lane, server: Server, group: Sequence[Request], deadline: float, *, asking: bool
+) -> None:
     waiting: list[memoryview | bytes] = []
-    nbytes, enough, stops, last = 0, _FIRST_NBYTES, False, group[-1]
+    nbytes, enough, last = 0, _FIRST_NBYTES, group[-1]
     for request in group:
         until = 0.0
         if asking:
@@ -130,16 +157,26 @@ def _exchange(
                 waiting, nbytes, enough = [], 0, _JOIN_NBYTES
     if waiting:
         lane.connection.send(waiting, server.request_deadline(deadline))
+
+
+def _send_values(lane: Lane, server: Server, group: Sequence[Request], deadline: float) -> bool:
+    """Send a group of large values, hashed by the connection; ``False`` if there are other requests in it."""
+    connection, end = lane.values, None
+    if connection is None:
+        return False
+    writes: list[Write] = []
     for request in group:
-        if not asking and (answer := request.at_hand(lane.reader)) is not None:
-            outcomes.append(answer)
-            continue
-        until = server.request_deadline(deadline)
-        if asking:
-            lane.reader.read(until)
-        try:
-            outcomes.append(request.take(lane.reader, until))
-        except ReplyError as error:
-            outcomes.append(error)
-            stops = stops or error.word in _STOP
-    return stops
+        if not isinstance(request, Write) or request.end is None or (writes and request.end != end):
+            return False
+        end = request.end
+        writes.append(request)
+    if end is None:
+        return False
+    lends = lane.lent = lane.lent or server.lends
+    at, count = 0, 1  # the server begins with one
+    while at < len(writes):
+        some = [write.value() for write in writes[at : at + count]]
+        connection.send_values(some, end, server.request_deadline(deadline), lends=lends)
+        at += count
+        count = max(1, _VALUES_NBYTES // writes[0].nbytes)
+    return True

@@ -11,12 +11,14 @@ from kvferry.core.errors import ProtocolError
 from kvferry.store.remote.backend import Answer, Done, Get, Put
 from kvferry.store.remote.payload import Pieces, Received
 from kvferry.store.remote.redis.resp import MISSING, ReplyReader, command
+from kvferry.transports.values import Value
 
 __all__ = ["Exists", "Plain", "Read", "Request", "Write"]
 
 _OK: Final = Answer(Done.OK)
 _NO: Final = Answer(Done.NO)
 _STORED: Final = b"+OK\r\n"
+_LEAST_SEALED_NBYTES: Final = 64 << 10  # less is sooner hashed and joined with others here
 
 
 class Request(ABC):
@@ -126,6 +128,22 @@ class Write(Request):
         if isinstance(runs, tuple) and len(runs) == 1:  # the usual case, in less time
             return ((before + name + behind, *runs[0], end),)
         return self._runs(before + name + behind, runs, end)
+
+    @property
+    def end(self) -> bytes | None:
+        """What stands behind the checksum, if :meth:`value` can be sent in place of :meth:`pieces`."""
+        put = self._put
+        if put.sealed is None or put.nbytes < _LEAST_SEALED_NBYTES:
+            return None
+        return _frame(0, 0, put.only_new, self._seconds)[2]
+
+    def value(self) -> Value:
+        """What is sent of it by who hashes the data and adds the checksum and :attr:`end`."""
+        put, name = self._put, self.name.encode()
+        assert put.sealed is not None
+        before, behind, _ = _frame(len(name), put.nbytes, put.only_new, self._seconds)
+        manifest, data = put.sealed()
+        return Value(b"".join((before, name, behind, manifest)), data)
 
     def _runs(self, head: bytes, runs: Iterable[Pieces], end: bytes) -> Iterator[Pieces]:
         """Not one ahead: what comes after a run is made while that is taken."""

@@ -22,6 +22,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.store.breaker import Breaker
+from kvferry.store.remote.redis.lent import StillRead
 from kvferry.store.remote.redis.options import RedisOptions
 from kvferry.store.remote.redis.resp import Reply, ReplyError, ReplyReader, command
 from kvferry.transports import connect
@@ -63,6 +64,8 @@ class Lane:
     Attributes:
         reader: Of its replies.
         used: Whether it has served a call before.
+        lent: Whether the server may still be reading memory of callers; set before it is lent.
+        values: The connection, if it can send values with their checksums.
         facts: What the server said when it was made.
     """
 
@@ -71,7 +74,11 @@ class Lane:
         # one over TLS looks by itself
         spin_s = connection.spin_s if isinstance(connection, HashedSocketConnection) else 0.0
         self.reader = ReplyReader(connection, spin_s)
-        self.used = False
+        self.used = self.lent = False
+        self.values: HashedSocketConnection | None = None
+        if isinstance(connection, HashedSocketConnection) and connection.sends_values:
+            self.values = connection
+        self._still_read: StillRead | None = None
         self.facts = self._greet(deadline, options)
 
     def call(self, deadline: float, *words: bytes) -> Reply:
@@ -83,6 +90,13 @@ class Lane:
         """
         self.connection.send([command(*words)], deadline)
         return self.reader.read(deadline)
+
+    def abort(self) -> StillRead | None:
+        """End it; what it returns says until when the server may read what it was lent."""
+        if self.lent and self._still_read is None and self.values is not None:
+            self._still_read = StillRead(self.values)
+        self.connection.abort()
+        return self._still_read
 
     def _greet(self, deadline: float, options: RedisOptions) -> ServerFacts:
         password = options.secret()
@@ -146,6 +160,7 @@ class Server:
         self._open = 0
         self._in_use: set[Lane] = set()
         self._closed = False
+        self._still_read: list[StillRead] = []
         self._breaker = Breaker(
             f"{tier}, server {address.host_port or address.path}",
             work="requests",
@@ -162,6 +177,13 @@ class Server:
     def request_deadline(self, deadline: float) -> float:
         """By when a request that begins now has to be done; ``deadline`` is one that :meth:`lease` took."""
         return min(deadline, time.monotonic() + self._options.timeout_s)
+
+    @property
+    def lends(self) -> bool:
+        """Whether it is lent memory: not while it still holds some of a call that failed."""
+        if self._still_read:
+            self._still_read = [one for one in self._still_read if not one.is_set()]
+        return not self._still_read
 
     def lease(self, deadline: float, *, fresh: bool = False) -> Lane:
         """A connection for this thread; ends with :meth:`give_back` or :meth:`drop`.
@@ -239,16 +261,24 @@ class Server:
             self._in_use.discard(lane)
             if self._closed:
                 self._open -= 1
-                lane.connection.abort()
+                lane.abort()
             else:
                 self._idle.append(lane)
             self._condition.notify()
         self._breaker.leave(failures=0, successes=1 if works else 0)
 
-    def drop(self, lane: Lane, error: BaseException | None = None) -> None:
-        """The connection is of no use any more, for what ``error`` says."""
-        lane.connection.abort()
+    def drop(self, lane: Lane, error: BaseException | None = None) -> StillRead | None:
+        """The connection is of no use any more, for what ``error`` says.
+
+        Returns:
+            Until when the server may read memory that it was lent, if it may now.
+        """
         with self._condition:
+            still_read = lane.abort()
+            if still_read is not None and not still_read.is_set():
+                self._still_read.append(still_read)
+            else:
+                still_read = None
             self._in_use.discard(lane)
             self._open -= 1
             self._condition.notify()
@@ -256,6 +286,7 @@ class Server:
             self._breaker.leave(failures=0, successes=0)
         else:
             self._failed(error)
+        return still_read
 
     def _failed(self, error: BaseException) -> None:
         self.failures += 1
@@ -273,7 +304,7 @@ class Server:
             self._closed = True
             self._drop_idle()
             for lane in self._in_use:
-                lane.connection.abort()
+                lane.abort()
             self._condition.notify_all()
 
 
