@@ -35,6 +35,7 @@ def pair() -> Iterator[Pair]:
     listener.close()
     assert isinstance(one, HashedSocketConnection)
     assert isinstance(other, HashedSocketConnection)
+    assert one.sends_values
     yield one, other
     one.abort()
     other.abort()
