@@ -32,7 +32,7 @@ from kvferry.wire.protocol import (
     State,
     printable,
 )
-from kvferry.wire.short import DAMAGED, DONE, ShortWay
+from kvferry.wire.short import DAMAGED, DONE, MessageWay, ShortWay, short_way
 
 __all__ = ["Channel", "Incoming"]
 
@@ -114,7 +114,7 @@ class Channel(ChannelState):
     def _open(self) -> None:
         """The handshake is over."""
         self._short_place = self._reader.place
-        self._short = ShortWay.of(self._connection, self._protocol, self._short_place)
+        self._short = short_way(self._connection, self._protocol, self._short_place)
         self._took_long_way = True
 
     def _say_hello(self, limit: float) -> None:
@@ -180,8 +180,8 @@ class Channel(ChannelState):
             lock.release()
 
     def _send_short(
-        self, short: ShortWay, message: Message, payload: Sequence[Buf], deadline: float, request_id: int,
-        lent: bool,
+        self, short: ShortWay | MessageWay, message: Message, payload: Sequence[Buf], deadline: float,
+        request_id: int, lent: bool,
     ) -> bool:  # fmt: skip
         """Whether that was all."""
         try:
@@ -271,7 +271,7 @@ class Channel(ChannelState):
             self._waiting = False
             self._receive_lock.release()
 
-    def _receive_short(self, short: ShortWay, deadline: float, ahead: bool) -> Incoming | None:
+    def _receive_short(self, short: ShortWay | MessageWay, deadline: float, ahead: bool) -> Incoming | None:
         """The next frame; ``None`` if it is for the long way, which has what came of it."""
         if self._took_long_way:
             if not self._reader.between_frames:

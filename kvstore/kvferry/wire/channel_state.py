@@ -13,7 +13,7 @@ from kvferry.wire.incoming import Incoming
 from kvferry.wire.options import ChannelOptions, Peer
 from kvferry.wire.protocol import Side, WireProtocol
 from kvferry.wire.reader import FrameReader
-from kvferry.wire.short import ShortWay
+from kvferry.wire.short import MessageWay, ShortWay
 
 __all__ = ["ChannelState"]
 
@@ -25,7 +25,7 @@ class ChannelState:
         self._connection = connection
         self._protocol = protocol
         self._reader = FrameReader(connection, protocol)
-        self._short: ShortWay | None = None  # once the connection is open
+        self._short: ShortWay | MessageWay | None = None  # once the connection is open
         self._short_place = self._reader.place
         self._took_long_way = False  # whether the reader may hold bytes of the next frame
         # Descriptors that were read over would be lost; only servers send them.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvferry.core.buffers import Buf
-from kvferry.core.errors import KVFerryError
+from kvferry.core.errors import KVFerryError, TransferTimeoutError, TransportError
 from kvferry.core.native import native
 from kvferry.transports.base import Connection
 from kvferry.transports.hashed_socket import HashedSocketConnection
@@ -24,9 +24,10 @@ from kvferry.wire.encoding import decode_message, encode_message
 from kvferry.wire.messages import Message
 from kvferry.wire.protocol import PAYLOAD_TYPES, WireProtocol
 
-__all__ = ["DAMAGED", "DONE", "ShortWay"]
+__all__ = ["DAMAGED", "DONE", "MessageWay", "ShortWay", "short_way"]
 
 DONE: Final = 1
+_DUE: Final = 2
 DAMAGED: Final = -100002
 _ENDED: Final = 0
 _STRAY: Final = -100000
@@ -88,15 +89,14 @@ class ShortWay:
             if (number := guard.sock.fileno()) < 0:  # closed meanwhile: whoever uses it next hears of it
                 return None
             lanes.append((guard, guard.inside, one, number))
-        make = _maker()
+        make = _maker("kvc_channel_make")
         if make is None or not lanes or len(place) > stripe:  # what is received ahead is of the first stripe
             return None
-        limits, first = protocol.limits, lanes[0][2]
+        first = lanes[0][2]
         functions = make(
             (
-                *(tuple(lanes), *protocol.kinds, PAYLOAD_TYPES, encode_message, decode_message),
-                *(place, positions, stripe, first.receive_flags, protocol.flags),
-                *(limits.max_meta_nbytes, limits.max_payload_nbytes, round(first.spin_s * 1e9)),
+                *(tuple(lanes), *_frames(protocol), place, positions, stripe, first.receive_flags),
+                *(*_limits(protocol), round(first.spin_s * 1e9)),
             )
         )
         return None if functions is None else cls(first, functions)
@@ -114,11 +114,92 @@ class ShortWay:
         return connection.failed(OSError(-code, os.strerror(-code)), doing)
 
 
-@functools.lru_cache(1)
-def _maker() -> Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None:
+class MessageWay:
+    """Those of a channel whose connection is no socket, but brings small parts by themselves.
+
+    The native library makes and reads the heads of frames; the connection moves the bytes, by a short way of
+    its own, and raises what goes wrong. It has those attributes of a :class:`ShortWay` that a channel uses.
+    """
+
+    __slots__ = ("_connection", "_head", "_message", "_payload", "_place", "hand_over")
+
+    def __init__(self, connection: Connection, place: memoryview, functions: tuple[Any, ...]) -> None:
+        self._connection = connection
+        self._place = place
+        self._head: Callable[[Message, int, Sequence[Buf]], bytes | None] = functions[0]
+        self._message: Callable[[int], tuple[Message, int, int] | int] = functions[1]
+        self._payload: Callable[[Sequence[memoryview]], int | None] = functions[2]
+        self.hand_over: Callable[[], tuple[int, int]] = functions[3]
+
+    @classmethod
+    def of(cls, connection: Connection, protocol: WireProtocol, place: memoryview) -> MessageWay | None:
+        """For an open connection; ``None`` where frames have checksums, or the library is not there."""
+        make = _maker("kvc_messages_make")
+        if make is None or protocol.checksum:
+            return None
+        made_of = ((), *_frames(protocol), place, array("Q", (0, 0)), _ONE_STRIPE, 0, *_limits(protocol), 0)
+        functions = make(made_of)
+        return None if functions is None else cls(connection.carrier, place, functions)
+
+    def send(
+        self, message: Message, request_id: int, payload: Sequence[Buf], deadline: float, _lent: bool
+    ) -> int | None:
+        """See :class:`ShortWay`."""
+        head = self._head(message, request_id, payload)
+        if head is None:
+            return None
+        self._connection.send((head, *payload), deadline)
+        return DONE
+
+    def receive(self, deadline: float, ahead: bool) -> tuple[Message, int, int] | int | None:
+        """See :class:`ShortWay`."""
+        if not ahead:
+            return None
+        try:
+            return self._message(self._connection.recv_at_least(self._place, 1, deadline))
+        except TransferTimeoutError:  # nothing was taken: the long way says whether that is an error
+            return None
+
+    def receive_payload(self, views: Sequence[memoryview], deadline: float) -> int | None:
+        """See :class:`ShortWay`."""
+        code = self._payload(views)
+        if code == _DUE:
+            self._connection.recv_into(views, deadline)
+            self.hand_over()  # it is due no more
+            return DONE
+        return code
+
+    def progress(self) -> tuple[int, int]:
+        """See :class:`ShortWay`; there are no checksums."""
+        return 0, 0
+
+    def error(self, code: int, doing: str) -> KVFerryError:
+        """See :class:`ShortWay`; there are no such codes."""
+        return TransportError(f"{self._connection.peer_address}: code {code} while {doing}")
+
+
+def short_way(
+    connection: Connection, protocol: WireProtocol, place: memoryview
+) -> ShortWay | MessageWay | None:
+    """That of a channel over an open connection, if there is one; ``place`` is for what is received ahead."""
+    if connection.carrier.brings_parts:
+        return MessageWay.of(connection, protocol, place)
+    return ShortWay.of(connection, protocol, place)
+
+
+def _frames(protocol: WireProtocol) -> tuple[Any, ...]:
+    return (*protocol.kinds, PAYLOAD_TYPES, encode_message, decode_message)
+
+
+def _limits(protocol: WireProtocol) -> tuple[int, int, int]:
+    return protocol.flags, protocol.limits.max_meta_nbytes, protocol.limits.max_payload_nbytes
+
+
+@functools.cache
+def _maker(name: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None:
     found = native()
     if found.library is None or not _HAS_GIL:
         return None
-    make: Any = ctypes.PyDLL(str(found.path)).kvc_channel_make
+    make: Any = getattr(ctypes.PyDLL(str(found.path)), name)
     make.argtypes, make.restype = (ctypes.py_object,), ctypes.py_object
     return make  # type: ignore[no-any-return]

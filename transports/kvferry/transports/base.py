@@ -27,6 +27,10 @@ class Connection(ABC):
     saying so, and ``close`` and ``abort`` leave the stream alone.
     """
 
+    brings_parts: ClassVar[bool] = False
+    """Whether :meth:`recv_at_least` brings no byte of a large part behind its minimum: asked for more than is
+    needed it takes nothing that would have to be copied to its place."""
+
     @property
     @abstractmethod
     def local_address(self) -> str:

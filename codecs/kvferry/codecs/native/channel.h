@@ -318,6 +318,38 @@ static PyObject *channel_payload(kvc_channel *c, PyObject *const *args, const kv
     return channel_result(code);
 }
 
+// ---- of connections that are no sockets: their bytes are moved by Python, and have no trailers -----------------------
+
+// head(message, request_id, payload): the head of a frame; None if it is for the long way.
+static PyObject *channel_head_of(const kvc_channel *c, PyObject *const *args) {
+    uint8_t head[CHANNEL_HEAD];
+    channel_parts payload;
+    if (!channel_take(&payload, args[2], 0)) return channel_none();
+    const size_t nbytes = channel_head(c, args[0], args[1], payload.nbytes, head);
+    channel_release(&payload);
+    return nbytes ? PyBytes_FromStringAndSize((const char *)head, (ssize_t)nbytes) : channel_none();
+}
+
+// message(have): see channel_message, of so many bytes in `place`.
+static PyObject *channel_came(kvc_channel *c, PyObject *const *args, const kvc_kernels *k) {
+    c->have = PyLong_AsUnsignedLongLong(args[0]);
+    return PyErr_Occurred() ? NULL : channel_message(c, k);
+}
+
+// payload(views): CHANNEL_DONE if they were given the payload, all of which is in `place`; CHANNEL_DUE if they fit, and all
+// of it is still to come; None for the long way.
+static PyObject *channel_placed(kvc_channel *c, PyObject *const *args, const kvc_kernels *k) {
+    channel_parts payload;
+    long code = CHANNEL_LONG_WAY;
+    if (!c->pending || !channel_take(&payload, args[0], PY_WRITABLE)) return channel_none();
+    if (payload.nbytes == c->pending) {
+        if (c->have == c->head) code = CHANNEL_DUE;
+        else if (c->have == c->head + c->pending) code = channel_place(c, &payload, 0, 0, k);
+    }
+    channel_release(&payload);
+    return channel_result(code);
+}
+
 // ---- made by Python --------------------------------------------------------------------------------------------------
 
 static PyObject *channel_pair(uint64_t a, uint64_t b) {

@@ -183,6 +183,9 @@ CHANNEL_CALL(call_payload, 2, channel_payload(c, args, chosen()))
 CHANNEL_CALL(call_hand_over, 0, channel_hand_over(c))
 CHANNEL_CALL(call_progress, 0, channel_pair(c->progress[0], c->progress[1]))
 CHANNEL_CALL(call_sent, 0, channel_pair(c->sent[0], c->sent[1]))
+CHANNEL_CALL(call_head, 3, channel_head_of(c, args))
+CHANNEL_CALL(call_message, 1, channel_came(c, args, chosen()))
+CHANNEL_CALL(call_placed, 1, channel_placed(c, args, chosen()))
 CHANNEL_CALL(call_looked, 0, PyLong_FromUnsignedLongLong(c->look.looked))
 
 KVC_EXPORT PyObject *kvc_channel_make(PyObject *of) {
@@ -191,6 +194,15 @@ KVC_EXPORT PyObject *kvc_channel_make(PyObject *of) {
         {"receive_payload", call_payload, PY_FASTCALL, NULL}, {"hand_over", call_hand_over, PY_FASTCALL, NULL},
         {"progress", call_progress, PY_FASTCALL, NULL},   {"looked", call_looked, PY_FASTCALL, NULL},
         {"sent", call_sent, PY_FASTCALL, NULL},
+    };
+    return channel_make(of, methods, sizeof methods / sizeof *methods);
+}
+
+// Those of a channel whose connection is no socket.
+KVC_EXPORT PyObject *kvc_messages_make(PyObject *of) {
+    static PyMethodDef methods[] = {
+        {"head", call_head, PY_FASTCALL, NULL}, {"message", call_message, PY_FASTCALL, NULL},
+        {"payload", call_placed, PY_FASTCALL, NULL}, {"hand_over", call_hand_over, PY_FASTCALL, NULL},
     };
     return channel_make(of, methods, sizeof methods / sizeof *methods);
 }

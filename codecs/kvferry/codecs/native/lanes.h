@@ -12,7 +12,8 @@
 #include "stream.h"
 
 // Results: Python's None for the long way, a tuple, or a number: an errno as a negative one, or of these, mirrored in short.py.
-enum { CHANNEL_DONE = 1, CHANNEL_ENDED = 0, CHANNEL_STRAY = -100000, CHANNEL_LATE = -100001, CHANNEL_DAMAGED = -100002 };
+enum { CHANNEL_DONE = 1, CHANNEL_DUE = 2, CHANNEL_ENDED = 0 };
+enum { CHANNEL_STRAY = -100000, CHANNEL_LATE = -100001, CHANNEL_DAMAGED = -100002 };
 enum { CHANNEL_RAISED = -100003, CHANNEL_LONG_WAY = -100004, CHANNEL_CROSSED = -100005 }; // the last two stay inside
 enum { CHANNEL_LANES = 16, CHANNEL_SENT = 0, CHANNEL_RECEIVED = 1 };
 #define CHANNEL_LOOK_S 0.5 // as in lanes.py: how long to wait for one lane before a look at the others,

@@ -36,6 +36,8 @@ class UcxConnection(Connection):
         eager: Whether small messages may go by UCX, as they end up in shared memory.
     """
 
+    brings_parts = True
+
     def __init__(
         self,
         control: ControlSocket,
@@ -47,6 +49,8 @@ class UcxConnection(Connection):
         eager: bool,
     ) -> None:
         self._control = control
+        self._guard = control.guard
+        self._name = control.name
         self._out = Outgoing(control, context, options, key=key, error_handling=error_handling, eager=eager)
         self._in = Incoming(control, context, options, key=key, error_handling=error_handling, eager=eager)
         self._sending = threading.Lock()
@@ -65,44 +69,60 @@ class UcxConnection(Connection):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.local_address} to {self.peer_address}>"
 
+    # The short ways are written out in one piece: what runs between two messages is cold each time.
+
     def send(self, parts: Sequence[Buf], deadline: float) -> None:
         """See :meth:`Connection.send`. Host memory only."""
-        self._control.enter()
+        guard = self._guard
+        guard.enter(self._name)
         try:
             with self._sending:
-                self._check(deadline, "sending")
-                if self._in.lane is not None:
-                    self._out.expect_answers()
+                if time.monotonic() >= deadline:
+                    raise self._late("sending")
                 if self._out.send_short(parts, deadline):
                     return
+                if self._in.lane is not None:
+                    self._out.expect_answers()
                 if views := [view for part in parts if len(view := _host_view(part))]:
                     self._out.send(views, deadline)
         finally:
-            self._control.leave()
-            self._release_if_closed()
+            guard.leave()
+            if guard.closed:
+                self._release()
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`. Host memory only."""
         views = as_places(views)
-        self._control.enter()
+        guard = self._guard
+        guard.enter(self._name)
         try:
             with self._receiving:
-                self._check(deadline, "receiving")
-                self._in.recv_into(views, deadline)
+                if time.monotonic() >= deadline:
+                    raise self._late("receiving")
+                found = self._in.receive_short(views, 0, deadline)
+                if type(found) is not int:
+                    self._in.recv_into(views, deadline, found)
         finally:
-            self._control.leave()
-            self._release_if_closed()
+            guard.leave()
+            if guard.closed:
+                self._release()
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """See :meth:`Connection.recv_at_least`."""
-        self._control.enter()
+        guard = self._guard
+        guard.enter(self._name)
         try:
             with self._receiving:
-                self._check(deadline, "receiving")
-                return self._in.recv_at_least(view, minimum, deadline)
+                if time.monotonic() >= deadline:
+                    raise self._late("receiving")
+                found = self._in.receive_short((view,), minimum, deadline) if minimum else None
+                if type(found) is int:
+                    return found
+                return self._in.recv_at_least(view, minimum, deadline, found)
         finally:
-            self._control.leave()
-            self._release_if_closed()
+            guard.leave()
+            if guard.closed:
+                self._release()
 
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
@@ -115,7 +135,8 @@ class UcxConnection(Connection):
                     if ready or is_past(deadline):
                         return ready
             finally:
-                self._release_if_closed()
+                if self._guard.closed:
+                    self._release()
 
     def _wait_once(self, deadline: float) -> bool:
         """Wait for events once; whether something is there to be received."""
@@ -142,21 +163,20 @@ class UcxConnection(Connection):
             finally:
                 self._sending.release()
         self._control.close()
-        self._release_if_closed()
+        if self._guard.closed:  # not so in a forked child
+            self._release()
 
     def abort(self) -> None:
         """End the stream at once: the peer gets a reset, what it has not received is dropped."""
         self._control.abort()
-        self._release_if_closed()
+        if self._guard.closed:
+            self._release()
 
-    def _check(self, deadline: float, doing: str) -> None:
-        if is_past(deadline):
-            raise TransferTimeoutError(f"{self._control.name}: the deadline passed while {doing}")
+    def _late(self, doing: str) -> TransferTimeoutError:
+        return TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
 
-    def _release_if_closed(self) -> None:
-        """End the halves that no thread is inside; one that is inside comes here when it leaves."""
-        if not self._control.closed:
-            return
+    def _release(self) -> None:
+        """After the end: destroy the halves that no thread is inside; who is comes here when it leaves."""
         for lock, half in ((self._sending, self._out), (self._receiving, self._in)):
             if lock.acquire(blocking=False):
                 try:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from kvferry.core.clock import is_past
 from kvferry.core.errors import ConnectionClosedError
+from kvferry.transports.guard import GuardedSocket
 from kvferry.transports.sockets import SocketConnection, poll_timeout_ms
 
 __all__ = ["ControlSocket"]
@@ -35,21 +36,14 @@ class ControlSocket(SocketConnection):
         return self._name
 
     @property
+    def guard(self) -> GuardedSocket:
+        """Who is inside of calls on the socket."""
+        return self._guard
+
+    @property
     def closed(self) -> bool:
         """Whether this end was closed or aborted."""
         return self._guard.closed
-
-    def enter(self) -> None:
-        """A call starts that uses the socket beside the methods of this class; it needs its :meth:`leave`.
-
-        Raises:
-            ConnectionClosedError: If this end was closed, or belongs to the parent of this process.
-        """
-        self._guard.enter(self._name)
-
-    def leave(self) -> None:
-        """The call ends."""
-        self._guard.leave()
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:

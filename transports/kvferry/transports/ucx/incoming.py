@@ -36,13 +36,14 @@ from kvferry.transports.ucx.settings import Options
 from kvferry.transports.ucx.short import ShortWay
 from kvferry.transports.ucx.target import Slot, Target
 
-__all__ = ["Incoming"]
+__all__ = ["Found", "Incoming"]
 
 _MAX_BOUNCE_NBYTES: Final = 64 << 20
 _ROUNDS: Final = 8  # looks for messages to one look at the socket
 _RECEIVING: Final = "receiving"
 _NOTHING: Final = memoryview(b"")
-_Found: TypeAlias = "int | tuple[int, int, int, int, int] | None"
+Found: TypeAlias = "int | tuple[int, int, int, int, int] | None"
+"""What a short way gives."""
 _STATUS, _HANDLE = 0, 3  # of what a short way leaves
 
 
@@ -102,18 +103,32 @@ class Incoming:
         """What brings the messages, once there was one."""
         return self._lane
 
-    def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Fill ``views``."""
-        found = self._receive_short(views, 0, deadline)
-        if type(found) is not int:
-            target = Target(views)
-            self._fill(target, target.wanted, deadline, found, guess=not self._eager)
+    def receive_short(self, views: Sequence[memoryview], least: int, deadline: float) -> Found:
+        """Fill ``least`` bytes (0: all) or more of ``views`` in one call: how many came.
 
-    def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
-        """Fill ``minimum`` bytes of ``view``, and more with what is left of a small message."""
-        found = self._receive_short((view,), minimum, deadline) if minimum else None
-        if type(found) is int:
-            return found
+        Else what the long way has to go on with: it does what is unusual, and what is there already.
+        """
+        short = self._short
+        if short is None or self._held or self._plain or self._early or self._ended or self._unproven:
+            return None
+        self._in_flight = True
+        try:
+            found = short.receive(views, self._position, least, deadline)
+            if type(found) is int:
+                self._position += found
+            self._in_flight = type(found) is tuple and bool(found[_STATUS] or found[_HANDLE])
+        except BaseException as error:
+            self._recover(error)
+            raise
+        return found
+
+    def recv_into(self, views: Sequence[memoryview], deadline: float, found: Found) -> None:
+        """Fill ``views``; ``found`` is what the short way left."""
+        target = Target(views)
+        self._fill(target, target.wanted, deadline, found, guess=not self._eager)
+
+    def recv_at_least(self, view: memoryview, minimum: int, deadline: float, found: Found) -> int:
+        """Fill ``minimum`` bytes of ``view``, and more with what is left of a small message; likewise."""
         target = Target([view])
         self._fill(target, minimum, deadline, found, guess=False)
         return target.got
@@ -138,22 +153,6 @@ class Incoming:
 
     # -- one call --------------------------------------------------------------------------------------
 
-    def _receive_short(self, views: Sequence[memoryview], least: int, deadline: float) -> _Found:
-        """What is there already is for the long way, and so is what the short way leaves."""
-        short = self._short
-        if short is None or self._held or self._plain or self._early or self._ended or self._unproven:
-            return None
-        self._in_flight = True
-        try:
-            found = short.receive(views, self._position, least, deadline)
-            if type(found) is int:
-                self._position += found
-            self._in_flight = type(found) is tuple and bool(found[_STATUS] or found[_HANDLE])
-        except BaseException as error:
-            self._recover(error)
-            raise
-        return found
-
     def _take_over(self, target: Target, found: tuple[int, int, int, int, int], deadline: float) -> None:
         """Go on with what a short way left."""
         lane, (status, got, unproven, handle, nbytes) = self._lane, found
@@ -170,9 +169,7 @@ class Incoming:
             self._position += nbytes
             target.fill(nbytes)
 
-    def _fill(
-        self, target: Target, minimum: int, deadline: float, found: _Found = None, *, guess: bool
-    ) -> None:
+    def _fill(self, target: Target, minimum: int, deadline: float, found: Found, *, guess: bool) -> None:
         if self._broken:
             raise ConnectionClosedError(f"{self._control.name} receives no more: {self._broken}")
         try:

@@ -189,14 +189,14 @@ class Outgoing:
 
     def send_short(self, parts: Sequence[Buf], deadline: float) -> bool:
         """Send ``parts`` in one call, where all of them are messages; whether that was done."""
-        if self._short is None:
+        short = self._short
+        if short is None:
             return False
-        with self._lock:
-            self._exposed = True
+        self._exposed = True  # before the peer can read anything, so this needs no lock
         try:
-            found = self._short.send(parts, self._position, deadline, 0)
+            found = short.send(parts, self._position, deadline, 0)
             if type(found) is tuple:
-                found = self._go_on(self._short, parts, found, deadline)
+                found = self._go_on(short, parts, found, deadline)
             if type(found) is int:
                 self._position += found
         except BaseException as error:
