@@ -165,7 +165,6 @@ class MessageWay:
         code = self._payload(views)
         if code == _DUE:
             self._connection.recv_into(views, deadline)
-            self.hand_over()  # it is due no more
             return DONE
         return code
 

@@ -337,7 +337,7 @@ static PyObject *channel_came(kvc_channel *c, PyObject *const *args, const kvc_k
 }
 
 // payload(views): CHANNEL_DONE if they were given the payload, all of which is in `place`; CHANNEL_DUE if they fit, and all
-// of it is still to come; None for the long way.
+// of it is still to come, which is taken for granted from then on; None for the long way.
 static PyObject *channel_placed(kvc_channel *c, PyObject *const *args, const kvc_kernels *k) {
     channel_parts payload;
     long code = CHANNEL_LONG_WAY;
@@ -346,6 +346,7 @@ static PyObject *channel_placed(kvc_channel *c, PyObject *const *args, const kvc
         if (c->have == c->head) code = CHANNEL_DUE;
         else if (c->have == c->head + c->pending) code = channel_place(c, &payload, 0, 0, k);
     }
+    if (code == CHANNEL_DUE) c->pending = 0;
     channel_release(&payload);
     return channel_result(code);
 }

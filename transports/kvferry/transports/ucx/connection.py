@@ -77,8 +77,8 @@ class UcxConnection(Connection):
         guard.enter(self._name)
         try:
             with self._sending:
-                if time.monotonic() >= deadline:
-                    raise self._late("sending")
+                if not time.monotonic() < deadline:
+                    self._check(deadline, "sending")
                 if self._out.send_short(parts, deadline):
                     return
                 if self._in.lane is not None:
@@ -86,9 +86,9 @@ class UcxConnection(Connection):
                 if views := [view for part in parts if len(view := _host_view(part))]:
                     self._out.send(views, deadline)
         finally:
-            guard.leave()
+            guard.inside.pop()  # as leave(), but for one call
             if guard.closed:
-                self._release()
+                self._left()
 
     def recv_into(self, views: Sequence[memoryview], deadline: float) -> None:
         """See :meth:`Connection.recv_into`. Host memory only."""
@@ -97,15 +97,15 @@ class UcxConnection(Connection):
         guard.enter(self._name)
         try:
             with self._receiving:
-                if time.monotonic() >= deadline:
-                    raise self._late("receiving")
+                if not time.monotonic() < deadline:
+                    self._check(deadline, "receiving")
                 found = self._in.receive_short(views, 0, deadline)
                 if type(found) is not int:
                     self._in.recv_into(views, deadline, found)
         finally:
-            guard.leave()
+            guard.inside.pop()  # as leave(), but for one call
             if guard.closed:
-                self._release()
+                self._left()
 
     def recv_at_least(self, view: memoryview, minimum: int, deadline: float) -> int:
         """See :meth:`Connection.recv_at_least`."""
@@ -113,16 +113,16 @@ class UcxConnection(Connection):
         guard.enter(self._name)
         try:
             with self._receiving:
-                if time.monotonic() >= deadline:
-                    raise self._late("receiving")
+                if not time.monotonic() < deadline:
+                    self._check(deadline, "receiving")
                 found = self._in.receive_short((view,), minimum, deadline) if minimum else None
                 if type(found) is int:
                     return found
                 return self._in.recv_at_least(view, minimum, deadline, found)
         finally:
-            guard.leave()
+            guard.inside.pop()  # as leave(), but for one call
             if guard.closed:
-                self._release()
+                self._left()
 
     def wait_readable(self, deadline: float) -> bool:
         """See :meth:`Connection.wait_readable`."""
@@ -172,8 +172,15 @@ class UcxConnection(Connection):
         if self._guard.closed:
             self._release()
 
-    def _late(self, doing: str) -> TransferTimeoutError:
-        return TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
+    def _left(self) -> None:
+        """The last thread out closes the descriptor, and ends what no thread uses."""
+        self._guard.inside.append(None)
+        self._guard.leave()
+        self._release()
+
+    def _check(self, deadline: float, doing: str) -> None:
+        if is_past(deadline):  # which refuses what is no number
+            raise TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
 
     def _release(self) -> None:
         """After the end: destroy the halves that no thread is inside; who is comes here when it leaves."""
