@@ -23,6 +23,7 @@ from kvferry.core.errors import (
     UnavailableError,
 )
 from kvferry.core.keys import BlockKey, split_keys
+from kvferry.core.recent import Recent
 from kvferry.core.spec import KeyScope
 from kvferry.store.tier import BlockRead, BlockWrite, ReadOutcome, ReadResult, TierNamespace
 from kvferry.wire import daemon_messages as d
@@ -78,7 +79,7 @@ class PeerClient:
         self._closed = False
         self._itself = ""
         self._open = ""
-        self._spaces: dict[TierNamespace, TierNamespace] = {}
+        self._spaces = Recent(_as_default)
 
     @property
     def away(self) -> str:
@@ -237,11 +238,7 @@ class PeerClient:
         """The namespace as it is called there: tenants are apart, though all of them come as one."""
         if self._options.token_file is not None or namespace.tenant == _DEFAULT_TENANT:
             return namespace
-        found = self._spaces.get(namespace)
-        if found is None:
-            found = TierNamespace.of(_DEFAULT_TENANT, namespace.spec, _scope(namespace))
-            self._spaces[namespace] = found
-        return found
+        return self._spaces.get(namespace)
 
     def _reach(self) -> Link:
         with self._lock:
@@ -257,6 +254,10 @@ class PeerClient:
             return call()
         except ConnectionClosedError:
             return call()
+
+
+def _as_default(namespace: TierNamespace) -> TierNamespace:
+    return TierNamespace.of(_DEFAULT_TENANT, namespace.spec, _scope(namespace))
 
 
 def _scope(namespace: TierNamespace) -> KeyScope:

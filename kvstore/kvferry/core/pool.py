@@ -98,6 +98,10 @@ class BlockPool(BlockTable):
         """What can't be evicted, beside what is in quarantine."""
         return self.held_nbytes + self.forgotten_nbytes + self.reserved_nbytes
 
+    def namespaces(self) -> set[bytes]:
+        """Ids of those of which it has blocks, or slots that are being filled."""
+        return {*self.indexes, *[fill.namespace_id for fill in self._fills.values()]}
+
     # ---- leases ------------------------------------------------------------------------------
 
     def open_read(

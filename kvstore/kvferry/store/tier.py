@@ -277,7 +277,11 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self, namespace: TierNamespace) -> None:
-        """Tell the tier of a namespace, before its first use in any other verb; again has no effect."""
+        """Tell the tier of a namespace, before its first use in any other verb; again has no effect.
+
+        There may be one for each user: what a tier keeps of one without blocks it should forget in time, and
+        make again at the next use in whatever verb, before which it may not be told again.
+        """
 
     @abstractmethod
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
@@ -362,10 +366,10 @@ class Tier(ABC):
         return None
 
     def found_namespaces(self) -> list[TierNamespace]:
-        """Namespaces of which it holds blocks from before, and of which :meth:`open` has not told it.
+        """Namespaces of which it holds blocks; those at least from before, of which nobody has told it.
 
-        Their scopes have no salt. May read from the medium; for operators. A tier of which nothing outlives
-        the process, or that only knows what it is asked for, leaves this method as it is.
+        The scopes of these have no salt. May read from the medium; for operators. A tier of which nothing
+        outlives the process, or that only knows what it is asked for, leaves this method as it is.
         """
         return []
 

@@ -95,7 +95,7 @@ class TieredStore(MemoryStore):
         self.allows_lossy = any(t.takes_lossy and not t.to_daemons for t, _ in pairs)
         self._elsewhere = sum(level.bit for level in self.levels if level.tier.to_daemons)
         self.options = options
-        self._spaces = Spaces(tenant, self.levels)
+        self._spaces = Spaces(tenant, self.levels, self._pool, self._lock)
         self._workers: Workers | None = None
         self._numbers = itertools.count()
         self._prefetching = 0
@@ -189,7 +189,7 @@ class TieredStore(MemoryStore):
     # ---- for operators -------------------------------------------------------------------------
 
     def spaces(self) -> list[TierNamespace]:
-        """The namespaces that were used since the store was made."""
+        """The namespaces that are in use, or were not long ago; see :class:`Spaces`."""
         return list(self._spaces.by_id.values())
 
     def problems(self) -> dict[str, dict[str, str]]:
@@ -197,15 +197,15 @@ class TieredStore(MemoryStore):
         return {level.name: level.problems() for level in self.levels}
 
     def found_spaces(self) -> list[TierNamespace]:
-        """Those that only slower tiers know of, from before; reads a header of each. See :class:`Spaces`."""
+        """Those that only slower tiers know of; reads a header of each from before. See :class:`Spaces`."""
         return self._spaces.found()
 
     def own_namespace(self, space: TierNamespace) -> MemoryNamespace:
         """One of :meth:`spaces` or :meth:`found_spaces`, for :meth:`~MemoryNamespace.pin` and ``clear``."""
-        space = self._spaces.adopt(space)
         namespace = super()._namespace(self.session, space.spec, space.scope)
         namespace.namespace_id = space.namespace_id  # of one that was found, the salt is not known
-        namespace.local_only = self._spaces.is_adopted(space)
+        self._spaces.adopt(namespace)
+        namespace.local_only = self._spaces.is_adopted(namespace)
         namespace.takes_lossy = True
         return namespace
 

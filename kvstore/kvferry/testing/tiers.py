@@ -234,7 +234,7 @@ class TierSuite(TierFaults, TierFixtures):
             assert found[key].parent == (parent if found[key].verified else UNKNOWN_PARENT)
 
     def test_wrong_use_raises(self, tier: Tier, namespace: TierNamespace, keys: list[BlockKey]) -> None:
-        """A wrong size, key or namespace is a mistake of the caller, not a miss."""
+        """A wrong size or key is a mistake of the caller, not a miss."""
         nbytes, soon = SPEC.block_nbytes, deadline_in(20)
         small, good = page_aligned(nbytes - 1), page_aligned(nbytes)
         for blocks in ([BlockRead(keys[0], small)], [BlockRead(BlockKey(b"short"), good)]):
@@ -249,9 +249,6 @@ class TierSuite(TierFaults, TierFixtures):
         ):
             with pytest.raises(ConfigError):
                 tier.write(namespace, [block], deadline=soon)
-        unknown = TierNamespace.of("default", _OTHER)
-        with pytest.raises(ConfigError):
-            tier.contains(unknown, keys, deadline=soon)
         with pytest.raises(ConfigError):
             type(tier).from_options("suite", {"no_such_option": 1})
 
@@ -302,6 +299,18 @@ class TierSuite(TierFaults, TierFixtures):
             assert outcomes(results) == [HIT] * 6
             assert [r.parent for r in results] == [None, *keys[:-1]]
             assert all(e.verified for e in tier.scan()) or not tier.indexed
+
+    def test_a_namespace_is_found_again_after_many_others(
+        self, tier: Tier, namespace: TierNamespace, keys: list[BlockKey]
+    ) -> None:
+        """What a tier forgets of namespaces that were not used for long is known again at the next use."""
+        write(tier, namespace, keys[:3])
+        for number in range(1500):
+            opened(tier, SPEC, namespace.tenant, KeyScope(salt=b"%d" % number))
+        assert tier.contains(namespace, keys[:3], deadline=deadline_in(20)) == [True] * 3
+        assert outcomes(read(tier, namespace, keys[:3])) == [HIT] * 3
+        assert {e.key for e in tier.scan() if e.namespace_id == namespace.namespace_id} == set(keys[:3])
+        assert tier.remove(namespace, keys[:3], deadline=deadline_in(20)) == [True] * 3
 
     @pytest.mark.parametrize("name", _HOSTILE, ids=[f"{n[:12]!a}" for n in _HOSTILE])
     def test_hostile_names(self, tier: Tier, tmp_path: Path, name: str) -> None:

@@ -86,6 +86,27 @@ def test_a_peer_does_too(start: Start) -> None:
             assert read.into == bytes([number]) * SPEC.block_nbytes
 
 
+def test_a_daemon_forgets_those_that_no_connection_has_open(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took 3.5 KiB for ever, with a salt a user gigabytes."""
+    monkeypatch.setattr("kvferry.store.spaces._MOST_IDLE", 2 * MOST)
+    daemon = start()
+    with Client(daemon.addresses[0], ClientOptions(max_connections=1)) as client:
+        first, *others = (client.namespace(SPEC, salted(n)) for n in range(60))
+        keys = first.keys([1] * SPEC.block_tokens)
+        for ns in (first, *others):
+            assert ns.lookup(ns.keys([1] * SPEC.block_tokens)).prefix == 0
+        assert len(daemon.store_of("default").spaces()) <= 4 * MOST
+        assert save_blocks(first, keys) == 1
+        for ns in others:
+            assert ns.lookup(ns.keys([1] * SPEC.block_tokens)).prefix == 0
+        spaces = daemon.store_of("default").spaces()
+        assert len(spaces) <= 4 * MOST
+        assert first.namespace_id in {space.namespace_id for space in spaces}
+        assert_own(first)
+
+
 def opening(number: int, instead_of: int | msgspec.UnsetType = msgspec.UNSET) -> d.OpenNamespace:
     scope = salted(number)
     return d.OpenNamespace(

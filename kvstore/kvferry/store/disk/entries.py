@@ -77,7 +77,7 @@ class NamespaceIndex(ChainIndex[DiskEntry]):
         told: The namespace as the store told it; ``None`` for one only found on disk.
     """
 
-    __slots__ = ("tenant", "told")
+    __slots__ = ("__weakref__", "tenant", "told")
 
     def __init__(self, tenant: str, namespace_id: bytes) -> None:
         super().__init__(namespace_id, 0)

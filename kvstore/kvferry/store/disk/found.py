@@ -1,4 +1,4 @@
-"""Which namespaces lie on disk that nobody has used since the start: told by the headers of their blocks."""
+"""Which namespaces lie on disk; headers tell of those that nobody has used since the start."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ _TRIES: Final = 8  # blocks of a namespace whose headers cannot be read, until i
 
 
 def found_namespaces(state: DiskState) -> list[TierNamespace]:
-    """One for each namespace that the tier was not told of, and of which a header can be read."""
+    """One for each namespace with blocks, if the tier was told of it or a header can be read."""
     found: list[TierNamespace] = []
     for home in state.index.namespaces():
-        if home.told is None:
+        if not home.entries:
+            continue
+        if home.told is not None:
+            found.append(home.told)
+        else:
             header = next(_headers(state, home), None)
             if header is not None:
                 found.append(replace(header.namespace(), tenant=home.tenant))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from weakref import WeakValueDictionary
 
 from kvferry.core.block_events import BlockFeed, BlockJournal
 from kvferry.core.eviction import Entry, EvictionPolicy, tell_capacity
@@ -48,7 +49,9 @@ class DiskIndex:
         self.used_nbytes = 0
         self.entry_count = 0
         self._policy = policy
-        self._namespaces: dict[tuple[str, bytes], NamespaceIndex] = {}
+        # each as long as somebody has it: a call, an entry, something that is still to be done
+        self._namespaces: WeakValueDictionary[tuple[str, bytes], NamespaceIndex] = WeakValueDictionary()
+        self._filled: set[NamespaceIndex] = set()  # those that have entries
         self._busy: dict[DiskEntry, int] = {}
         self._going: dict[DiskEntry, bool] = {}  # discarded; whether they may be put back
         self._pins: dict[DiskEntry, float] = {}
@@ -72,7 +75,7 @@ class DiskIndex:
     # -- namespaces ------------------------------------------------------------------------------------
 
     def namespace(self, tenant: str, namespace_id: bytes) -> NamespaceIndex:
-        """The namespace, made if it is new."""
+        """The namespace, made if it is new; one without blocks that nobody keeps is forgotten."""
         with self.lock:
             found = self._namespaces.get((tenant, namespace_id))
             if found is None:
@@ -90,7 +93,7 @@ class DiskIndex:
         with self.lock:
             self._told_of = tenant
             self._journal.attach(feed)
-            own = [home for home in self._namespaces.values() if home.tenant == tenant and home.entries]
+            own = [home for home in self._filled if home.tenant == tenant]
             return {home.namespace_id: list(home.entries) for home in own}
 
     def _note(self, stored: bool, entry: DiskEntry) -> None:
@@ -308,7 +311,7 @@ class DiskIndex:
         """Forget all entries in a directory that is gone, and their bytes; returns how many."""
         with self.lock:
             self.used_nbytes -= self._removals.lose(root)
-            gone = [e for ns in self._namespaces.values() for e in ns.entries.values() if e.root == root]
+            gone = [e for home in self._filled for e in home.entries.values() if e.root == root]
             for entry in gone:
                 self._forget(entry)
                 self.used_nbytes -= entry.nbytes
@@ -443,6 +446,7 @@ class DiskIndex:
 
     def _insert(self, entry: DiskEntry) -> None:
         entry.index.add(entry)
+        self._filled.add(entry.index)
         self.entry_count += 1
         self._policy.inserted(entry)
         if self._journal.feeds:
@@ -469,6 +473,8 @@ class DiskIndex:
 
     def _forget(self, entry: DiskEntry) -> None:
         tail = entry.index.discard(entry)
+        if not entry.index.entries:
+            self._filled.discard(entry.index)
         self._pins.pop(entry, None)
         self.entry_count -= 1
         self._policy.removed(entry)

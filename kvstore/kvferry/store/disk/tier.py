@@ -16,6 +16,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.eviction import EvictionPolicy, LRUPolicy
 from kvferry.core.keys import BlockKey
 from kvferry.core.log import LogLimiter
+from kvferry.core.recent import Recent
 from kvferry.store.batch_checks import READ_COUNTERS, WRITE_COUNTERS, require_reads, require_writes
 from kvferry.store.disk.batches import (
     Missing,
@@ -123,7 +124,7 @@ class DiskTier(Tier):
         self._state = DiskState(options, self.files, index, roots, problems, self.codec)
         self._writes = Writes(self._state)
         self._limiter = LogLimiter(_log)
-        self._told: dict[TierNamespace, NamespaceIndex] = {}
+        self._told = Recent(self._tell)
         self._readers = IoPool(f"kvferry-{name}-read", options.read_threads)
         # one more gets ready while the others write
         ready = int(self._state.runs is not None and options.write_threads > 1)
@@ -232,19 +233,20 @@ class DiskTier(Tier):
         Raises:
             ConfigError: If the tenant's id cannot name a folder.
         """
-        if namespace in self._told:
-            return
+        self._held(namespace)
+
+    def _tell(self, namespace: TierNamespace) -> NamespaceIndex:
         tenant_folder(namespace.tenant)
         index = self._state.index.namespace(namespace.tenant, namespace.namespace_id)
         template = self._state.templates.get(index, namespace)
         index.told = namespace
-        self._told[namespace] = index
         self._compare_block(namespace, template, self._notes)
+        return index
 
     def _compare_blocks(self) -> None:
         """Blocks may fit, or not fit any more, into another capacity, or beside less that is no block."""
         notes: dict[str, str] = {}
-        for namespace, index in list(self._told.items()):
+        for namespace, index in self._told.items():
             self._compare_block(namespace, self._state.templates.get(index, namespace), notes)
         self._notes = notes
 
@@ -409,7 +411,7 @@ class DiskTier(Tier):
         return self._state.index.listen(tenant, feed)
 
     def found_namespaces(self) -> list[TierNamespace]:
-        """See :class:`~kvferry.store.tier.Tier`. Those of which a header can be read."""
+        """See :class:`~kvferry.store.tier.Tier`. Those told of, or of which a header can be read."""
         return [] if self._closed else found_namespaces(self._state)
 
     def usage(self) -> TierUsage:
@@ -480,12 +482,7 @@ class DiskTier(Tier):
         )
 
     def _held(self, namespace: TierNamespace) -> NamespaceIndex:
-        held = self._told.get(namespace)
-        if held is None:
-            raise ConfigError(
-                f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
-            )
-        return held
+        return self._told.get(namespace)
 
 
 def _in_order(

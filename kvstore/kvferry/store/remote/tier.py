@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from kvferry.core.block_events import BlockFeed
 from kvferry.core.clock import is_past
-from kvferry.core.errors import ConfigError, TierError
+from kvferry.core.errors import TierError
 from kvferry.core.keys import BlockKey
+from kvferry.core.recent import Recent
 from kvferry.core.tenants import check_tenant
 from kvferry.core.tier_plugins import TierOption
 from kvferry.store.batch_checks import READ_COUNTERS, WRITE_COUNTERS, require_reads, require_writes
@@ -104,7 +105,8 @@ class RemoteTier(Tier, Generic[OptionsT]):
         self._unfit = UnfitBlocks[str]()
         self._newer = UnfitBlocks[str]()
         self._writer = BlockWriter(self.backend, self._index, options.part_nbytes, self.codec, self._unfit)
-        self._homes: dict[TierNamespace, Home] = {}
+        self._homes = Recent(self._make_home)
+        self._tenants: dict[str, str] = {}  # by their names there
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._lock = threading.Lock()
         self._closed = False
@@ -133,10 +135,12 @@ class RemoteTier(Tier, Generic[OptionsT]):
 
     def open(self, namespace: TierNamespace) -> None:
         """See :class:`~kvferry.store.tier.Tier`."""
-        if namespace in self._homes:
-            return
+        self._home(namespace)
+
+    def _make_home(self, namespace: TierNamespace) -> Home:
         check_tenant(namespace.tenant)
-        self._homes[namespace] = Home.of(namespace, self.names)
+        self._tenants[self.names.tenant(namespace.tenant)] = namespace.tenant
+        return Home.of(namespace, self.names)
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`. Asks the store; what cannot be told is not there."""
@@ -237,8 +241,7 @@ class RemoteTier(Tier, Generic[OptionsT]):
         Raises:
             TierError: If the store cannot tell.
         """
-        tenants = {self.names.tenant(space.tenant): space.tenant for space in list(self._homes)}
-        return entries_of(self.names, self.backend, tenants, self._index)
+        return entries_of(self.names, self.backend, dict(self._tenants), self._index)
 
     def listen(self, tenant: str, feed: BlockFeed) -> dict[bytes, list[BlockKey]]:
         """See :class:`~kvferry.store.tier.Tier`. Of what this process wrote, or found at the start."""
@@ -292,9 +295,4 @@ class RemoteTier(Tier, Generic[OptionsT]):
                 self._counts[name] += 1
 
     def _home(self, namespace: TierNamespace) -> Home:
-        home = self._homes.get(namespace)
-        if home is None:
-            raise ConfigError(
-                f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
-            )
-        return home
+        return self._homes.get(namespace)

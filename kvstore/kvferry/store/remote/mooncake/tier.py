@@ -39,5 +39,4 @@ class MooncakeTier(RemoteTier[MooncakeOptions]):
 
     def scan(self) -> Iterator[TierEntry]:
         """See :class:`~kvferry.store.tier.Tier`. What this process wrote, as far as it is remembered."""
-        tenants = {self.names.tenant(space.tenant): space.tenant for space in list(self._homes)}
-        return known_entries(self.names, tenants, self._index)
+        return known_entries(self.names, dict(self._tenants), self._index)

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 from kvferry.core.clock import is_past
 from kvferry.core.errors import CapacityError, ConfigError, KVFerryError, TierError, UnavailableError
 from kvferry.core.keys import BlockKey
+from kvferry.core.recent import Recent
 from kvferry.core.tenants import check_tenant
 from kvferry.core.tier_plugins import TierOption
 from kvferry.store.batch_checks import require_reads, require_writes
@@ -93,7 +94,7 @@ class PeerTier(Tier):
         self._written: OrderedDict[tuple[TierNamespace, BlockKey], _Written] = OrderedDict()
         self._lossy = UnfitBlocks[tuple[TierNamespace, BlockKey]]()
         self._used = 0
-        self._spaces: set[TierNamespace] = set()
+        self._known = Recent(self._check)
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._counts.update(dict.fromkeys(map(_failed_at, self._ids), 0))
         self._failing: dict[int, str] = {}
@@ -128,7 +129,14 @@ class PeerTier(Tier):
     # -- the verbs -------------------------------------------------------------------------------------
 
     def open(self, namespace: TierNamespace) -> None:
-        """See :class:`~kvferry.store.tier.Tier`."""
+        """See :class:`~kvferry.store.tier.Tier`.
+
+        Raises:
+            ConfigError: If its names cannot be told to a peer.
+        """
+        self._known.get(namespace)
+
+    def _check(self, namespace: TierNamespace) -> bool:
         check_tenant(namespace.tenant)
         spec, scope = namespace.spec, namespace.scope
         for text in (
@@ -143,11 +151,11 @@ class PeerTier(Tier):
                 (text or "").encode()
             except UnicodeEncodeError as error:
                 raise ConfigError(f"tier {self.name}: {text!a} cannot be told to a peer: {error}") from error
-        self._spaces.add(namespace)
+        return True
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :class:`~kvferry.store.tier.Tier`. Asks the peers; what cannot be told is not there."""
-        self._require_known(namespace)
+        self._known.get(namespace)
         found = [False] * len(keys)
         if self._closed or is_past(deadline):
             return found
@@ -170,7 +178,7 @@ class PeerTier(Tier):
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
     ) -> list[ReadResult]:
         """See :class:`~kvferry.store.tier.Tier`."""
-        self._require_known(namespace)
+        self._known.get(namespace)
         require_reads(blocks, namespace.spec.block_nbytes)
         if (why := self._why_not(deadline)) is not None:
             return [ReadResult(ReadOutcome.FAILED, why)] * len(blocks)
@@ -206,7 +214,7 @@ class PeerTier(Tier):
         self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float
     ) -> list[WriteResult]:
         """See :class:`~kvferry.store.tier.Tier`."""
-        self._require_known(namespace)
+        self._known.get(namespace)
         require_writes(blocks, namespace.spec.block_nbytes)
         if (why := self._why_not(deadline)) is not None:
             return [WriteResult(WriteOutcome.FAILED, why)] * len(blocks)
@@ -242,7 +250,7 @@ class PeerTier(Tier):
         Raises:
             TierError: If some could not be removed by the deadline.
         """
-        self._require_known(namespace)
+        self._known.get(namespace)
         if self._closed:
             return [False] * len(keys)
         errors: list[KVFerryError] = []
@@ -405,12 +413,6 @@ class PeerTier(Tier):
         if self._closed:
             return f"tier {self.name} is closed"
         return "not begun by the deadline" if is_past(deadline) else None
-
-    def _require_known(self, namespace: TierNamespace) -> None:
-        if namespace not in self._spaces:
-            raise ConfigError(
-                f"tier {self.name} was not told of namespace {namespace.namespace_id.hex()[:16]}…"
-            )
 
 
 _STORED: Final = WriteResult(WriteOutcome.STORED)
