@@ -26,7 +26,7 @@ class ChainIndex(Generic[E]):
         lossy: How many of the entries have lost something; whoever adds and discards them counts.
     """
 
-    __slots__ = ("_orphans", "entries", "lossy", "namespace_id", "slot_nbytes")
+    __slots__ = ("__weakref__", "_orphans", "entries", "lossy", "namespace_id", "slot_nbytes")
 
     def __init__(self, namespace_id: bytes, slot_nbytes: int) -> None:
         self.namespace_id = namespace_id

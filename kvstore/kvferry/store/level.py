@@ -18,6 +18,7 @@ from kvferry.core.keys import BlockKey
 from kvferry.core.values import require_number, require_whole
 from kvferry.store.breaker import Breaker
 from kvferry.store.hands import UNKNOWN, drop_frames, trace_of
+from kvferry.store.hidden import Hidden
 from kvferry.store.policies import (
     AdmissionPolicy,
     AlwaysAdmit,
@@ -118,7 +119,7 @@ class Level:
     Reads and writes have a breaker each: a device that has turned read-only goes on giving what it has.
 
     Thread safe. No call is made under the store's lock, but for :attr:`Breaker.ready`, the policies and
-    :meth:`mask`.
+    :attr:`hidden`.
 
     Args:
         tier: The tier; closed by :meth:`close`.
@@ -126,6 +127,7 @@ class Level:
         options: See :class:`LevelOptions`.
 
     Attributes:
+        hidden: Removed blocks that are not shown, though it may hold them.
         reads: The breaker of lookups and reads.
         writes: The breaker of writes; removals are always tried.
     """
@@ -136,6 +138,7 @@ class Level:
         self.number = number
         self.bit = 1 << number
         self.options = options
+        self.hidden = Hidden(tier.name)
         self.reads, self.writes = (
             Breaker(
                 tier.name,
@@ -148,9 +151,6 @@ class Level:
         )
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._lock = threading.Lock()
-        self._masked: Counter[tuple[bytes, BlockKey | None]] = Counter()  # ``None``: all of the namespace
-        self._undead: set[tuple[bytes, BlockKey]] = set()  # could not be removed: never shown again
-        self._unnamed: dict[bytes, set[BlockKey]] = {}  # cleared, but not named: only what was written since
         self._told = False
 
     def figures(self) -> dict[str, float]:
@@ -189,57 +189,6 @@ class Level:
         with self._lock:
             self._counts[name] += number
 
-    # ---- removed blocks that are not gone yet ------------------------------------------------------
-
-    def mask(self, namespace_id: bytes, keys: Sequence[BlockKey] | None) -> None:
-        """Do not show ``keys``, or all of a namespace: they are being removed; ends with :meth:`unmask`."""
-        with self._lock:
-            self._masked.update((namespace_id, key) for key in (keys if keys is not None else (None,)))
-
-    def unmask(self, namespace_id: bytes, keys: Sequence[BlockKey] | None) -> None:
-        """End one :meth:`mask`."""
-        with self._lock:
-            for key in keys if keys is not None else (None,):
-                name = (namespace_id, key)
-                self._masked[name] -= 1
-                if self._masked[name] <= 0:
-                    del self._masked[name]
-
-    def removes(self, namespace_id: bytes) -> Callable[[BlockKey], bool]:
-        """Tells of each key of a namespace whether its block is being removed as of now.
-
-        Those that could not be removed, which are not shown either, are not among them: nobody counted them.
-        """
-        with self._lock:
-            if (namespace_id, None) in self._masked:
-                return lambda _key: True
-            masked = {key for ns, key in self._masked if ns == namespace_id}
-        return lambda key: key in masked
-
-    def written(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> None:
-        """``keys`` were stored anew: what could not be removed before may be shown again."""
-        if self._undead or self._unnamed:
-            with self._lock:
-                self._undead.difference_update((namespace_id, key) for key in keys)
-                if namespace_id in self._unnamed:
-                    self._unnamed[namespace_id].update(keys)
-
-    def _hidden(self, namespace_id: bytes, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
-        """Those of ``keys`` that are not shown."""
-        if not self._masked and not self._undead and not self._unnamed:
-            return frozenset()
-        with self._lock:
-            if (namespace_id, None) in self._masked:
-                return frozenset(keys)
-            shown = self._unnamed.get(namespace_id)
-            return frozenset(
-                key
-                for key in keys
-                if (namespace_id, key) in self._masked
-                or (namespace_id, key) in self._undead
-                or (shown is not None and key not in shown)
-            )
-
     # ---- verbs -------------------------------------------------------------------------------------
 
     def open(self, namespace: TierNamespace) -> None:
@@ -265,7 +214,7 @@ class Level:
         if found is None:
             self.reads.leave(failures=1, successes=0, reason=f"{self.name} could not tell what it holds")
             return nothing
-        hidden = self._hidden(namespace.namespace_id, keys)
+        hidden = self.hidden.among(namespace.namespace_id, keys)
         if hidden:
             found = [f and k not in hidden for f, k in zip(found, keys, strict=True)]
         if not takes_lossy and True in found:
@@ -277,7 +226,7 @@ class Level:
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
     ) -> list[ReadResult]:
         """Read blocks; one result a block. One that is being removed is a miss, though it was seen."""
-        hidden = self._hidden(namespace.namespace_id, [block.key for block in blocks])
+        hidden = self.hidden.among(namespace.namespace_id, [block.key for block in blocks])
         if not hidden:
             return self._read(namespace, blocks, deadline)
         shown = [block for block in blocks if block.key not in hidden]
@@ -336,11 +285,10 @@ class Level:
         deadline = min(deadline, time.monotonic() + self.options.write_timeout_s)
         found = self._answers("remove", bool, len(keys), self.tier.remove, namespace, keys, deadline=deadline)
         if found is None:
-            with self._lock:
-                self._undead.update((namespace.namespace_id, key) for key in keys)
+            self.hidden.keep(namespace.namespace_id, keys)
             self.count("remove_failed", len(keys))
             return [False] * len(keys)
-        self.written(namespace.namespace_id, keys)  # nothing is left that would have to be hidden
+        self.hidden.stored(namespace.namespace_id, keys)  # nothing is left that would have to be hidden
         return found
 
     def forget(self, namespace: TierNamespace) -> None:
@@ -353,11 +301,10 @@ class Level:
         If it can't tell, none of those that it has now is shown again.
         """
         found = self.keys(namespace)
-        with self._lock:
-            if found is None:
-                self._unnamed[namespace.namespace_id] = set()
-            else:
-                self._unnamed.pop(namespace.namespace_id, None)
+        if found is None:
+            self.hidden.keep_all(namespace.namespace_id)
+        else:
+            self.hidden.named(namespace.namespace_id)
         return found or []
 
     def keys(self, namespace: TierNamespace) -> list[BlockKey] | None:

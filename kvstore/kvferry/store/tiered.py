@@ -424,9 +424,9 @@ class TieredStore(MemoryStore):
         keys = None if keys is None else list(dict.fromkeys(keys))
         with self._lock:
             self._require_open()
-            before = {level: level.removes(ns) for level in self.levels}  # by others, who count them
+            before = {level: level.hidden.removes(ns) for level in self.levels}  # by others, who count them
             for level in self.levels:
-                level.mask(ns, keys)  # a load that begins now must not bring up what is not removed yet
+                level.hidden.mask(ns, keys)  # a load that begins now must not bring up what is left
             self._down.cancel(ns, keys)
             self._fetcher.cancel(ns, keys)
             gone = set(self._forget(ns, keys))
@@ -439,7 +439,7 @@ class TieredStore(MemoryStore):
                 gone.update(itertools.filterfalse(before[writer.level], found))
         finally:
             for level in self.levels:
-                level.unmask(ns, keys)
+                level.hidden.unmask(ns, keys)
         return len(gone)
 
     def _remove_from(

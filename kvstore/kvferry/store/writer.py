@@ -138,7 +138,7 @@ class TierWriter:
             job = late.job
             if job.cancelled and (job.namespace.namespace_id, job.block.key) == (namespace_id, key):
                 job.cancelled = False
-                self.level.unmask(namespace_id, [key])
+                self.level.hidden.unmask(namespace_id, [key])
 
     def drop(self, count: int, nbytes: int) -> None:
         """Count blocks that are not written, since the queue has no place or the tier does not work."""
@@ -165,13 +165,13 @@ class TierWriter:
         for job in jobs:
             if not job.cancelled:
                 job.cancelled = True
-                self.level.mask(namespace_id, [job.block.key])
+                self.level.hidden.mask(namespace_id, [job.block.key])
 
     def remove_later(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
         """Remove blocks from the tier after what is queued, and before what will be; hidden until then."""
         for start in range(0, len(keys), _REMOVE_BATCH):
             batch = keys[start : start + _REMOVE_BATCH]
-            self.level.mask(namespace.namespace_id, batch)
+            self.level.hidden.mask(namespace.namespace_id, batch)
             self._queue.append(_Removal(namespace, batch))
             self._removals += 1
         self._work.notify()
@@ -284,7 +284,7 @@ class TierWriter:
             self.level.remove(removal.namespace, removal.keys)
         finally:
             with self._lock:
-                self.level.unmask(removal.namespace.namespace_id, removal.keys)
+                self.level.hidden.unmask(removal.namespace.namespace_id, removal.keys)
                 self.removed(removal.namespace, removal.keys)
                 self._removals -= 1
                 self._changed()
@@ -345,12 +345,12 @@ class TierWriter:
             self._limbo.append(_Limbo(late, job))
             if job.cancelled and not self._is_newest(job):  # saved again meanwhile: see _keep_late
                 job.cancelled = False
-                self.level.unmask(job.namespace.namespace_id, [job.block.key])
+                self.level.hidden.unmask(job.namespace.namespace_id, [job.block.key])
             self._stay(job)
             self._count_loss(job)
             return
         if result is not None and result.outcome in _DONE and not job.cancelled:
-            self.level.written(job.namespace.namespace_id, [job.block.key])
+            self.level.hidden.stored(job.namespace.namespace_id, [job.block.key])
             if job.again:
                 self._stay(job)
                 self._end(job)
@@ -378,7 +378,7 @@ class TierWriter:
         if job in self._busy:
             self._busy.remove(job)
         if job.cancelled:
-            self.level.unmask(job.namespace.namespace_id, [job.block.key])
+            self.level.hidden.unmask(job.namespace.namespace_id, [job.block.key])
         if self._jobs.get(_name(job)) is job:
             del self._jobs[_name(job)]
         self.queued_nbytes -= job.block.nbytes

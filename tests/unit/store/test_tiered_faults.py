@@ -269,8 +269,8 @@ def test_a_removal_that_succeeds_at_last_ends_the_hiding(make_store: MakeStore) 
     ns.remove(keys)
     tier.fault = lambda _verb, _key: None
     assert ns.remove(keys) == 1
-    assert not store.levels[0]._undead
-    assert not store.levels[0]._masked
+    assert not store.levels[0].hidden._undead
+    assert not store.levels[0].hidden._masked
 
 
 def test_a_namespace_that_a_tier_could_not_clear_does_not_come_back(
@@ -298,4 +298,4 @@ def test_a_namespace_that_a_tier_could_not_clear_does_not_come_back(
     assert other.lookup(chain(other, 1, 1)).tiers == ("fake",)
     assert loaded(ns, [*new, *old]) == 2
     assert ns.clear() == 3
-    assert not store.levels[0]._unnamed
+    assert not store.levels[0].hidden._unnamed

@@ -460,7 +460,7 @@ def test_a_removal_has_one_bound_and_goes_on_in_the_background(everything: bool)
     assert save_blocks(ns, keys) == 4
     assert settle(store)
     assert far.held() == set(keys)
-    assert not store.levels[1]._masked
+    assert not store.levels[1].hidden._masked
     store.close()
 
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
 
 from kvferry.core.blockstore import Namespace
 from kvferry.core.errors import CapacityError, ConfigError, DeviceError, SpecMismatchError
@@ -97,7 +98,8 @@ class DevicePool:
         self.promoted_blocks = 0
         self._error: DeviceError | None = None
         self._closed = False
-        self._spaces: dict[TierNamespace, PoolSpace] = {}
+        # each as long as somebody has it, or it has blocks
+        self._spaces: WeakValueDictionary[TierNamespace, PoolSpace] = WeakValueDictionary()
         self._limbo: list[tuple[DeviceCopying, list[int], list[Event]]] = []
         on_host = device.kind == "cpu"
         self._own_engine = None if engine is not None or on_host else CopyEngine(device)
@@ -276,7 +278,7 @@ class DevicePool:
         scope: KeyScope = KeyScope(),  # noqa: B008
         tenant: str = "default",
     ) -> PoolSpace:
-        """The published blocks of one scope of a tenant; the same each time.
+        """The published blocks of one scope of a tenant; the same as long as somebody has it, or it has some.
 
         Args:
             below: Where blocks go when their pages are needed, and come back from; ``None``: nowhere.

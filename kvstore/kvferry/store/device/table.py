@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
+from weakref import WeakValueDictionary
 
 from kvferry.core.chains import ChainIndex
 from kvferry.core.errors import DeviceError, StoreError
 from kvferry.core.eviction import Entry, EvictionPolicy, Leave, evictions
 from kvferry.core.keys import BlockKey
 from kvferry.device.base import Event
+from kvferry.store.tier import TierNamespace
 
 __all__ = ["PageTable", "PoolBlock", "is_held", "pending"]
 
@@ -68,7 +70,8 @@ class PageTable:
 
     def __init__(self, num_pages: int, page_nbytes: int, policy: EvictionPolicy) -> None:
         self.num_pages, self.page_nbytes, self.policy = num_pages, page_nbytes, policy
-        self.indexes: dict[object, ChainIndex[PoolBlock]] = {}
+        # each as long as it has blocks, or one is on its way into it
+        self.indexes: WeakValueDictionary[TierNamespace, ChainIndex[PoolBlock]] = WeakValueDictionary()
         self.idle_pages = self.leaving_pages = self.entries = self.evicted_blocks = 0
         self._free = list(range(num_pages))  # sorted: runs of neighbours are found, and lead to views
         self._block: dict[int, PoolBlock | None] = {}  # of each page that is not free; ``None``: of no block
@@ -162,8 +165,8 @@ class PageTable:
 
     # ---- blocks -------------------------------------------------------------------------------------
 
-    def index(self, name: object, namespace_id: bytes) -> ChainIndex[PoolBlock]:
-        """The index of a namespace, made if there is none."""
+    def index(self, name: TierNamespace, namespace_id: bytes) -> ChainIndex[PoolBlock]:
+        """The index of a namespace, made if there is none; it goes with the last block of it."""
         found = self.indexes.get(name)
         if found is None:
             found = self.indexes[name] = ChainIndex(namespace_id, self.page_nbytes)

@@ -110,7 +110,6 @@ class DeviceTier(Tier):
         self.table = PageTable(options.num_pages, options.page_nbytes, policy)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._spaces: set[TierNamespace] = set()
         self._writing: dict[tuple[TierNamespace, BlockKey], _Write] = {}
         self._pins: dict[TierBlock, float] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -127,14 +126,11 @@ class DeviceTier(Tier):
         return describe_options(DeviceTierOptions, f"tier {name}", options)
 
     def open(self, namespace: TierNamespace) -> None:
-        """See :meth:`Tier.open`."""
-        with self._lock:
-            self._spaces.add(namespace)
+        """See :meth:`Tier.open`; nothing is kept of a namespace without blocks."""
 
     def contains(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :meth:`Tier.contains`; never waits."""
         del deadline
-        self._require(namespace)
         with self._lock:
             found = self._entries(namespace)
             return [not self._closed and key in found for key in keys]
@@ -145,7 +141,6 @@ class DeviceTier(Tier):
         self, namespace: TierNamespace, blocks: Sequence[BlockRead], *, deadline: float
     ) -> list[ReadResult]:
         """See :meth:`Tier.read_into`; all blocks are copied at once."""
-        self._require(namespace)
         require_reads(blocks, namespace.spec.block_nbytes)
         begun = [self._begin_read(namespace, block, deadline) for block in blocks]
         results = [self._end_read(one, deadline) if isinstance(one, _Read) else one for one in begun]
@@ -199,7 +194,6 @@ class DeviceTier(Tier):
         self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float
     ) -> list[WriteResult]:
         """See :meth:`Tier.write`; as many blocks as there is room for are copied at once."""
-        self._require(namespace)
         require_writes(blocks, namespace.spec.block_nbytes)
         results: list[WriteResult | None] = [None] * len(blocks)
         begun: dict[int, _Write] = {}
@@ -315,7 +309,6 @@ class DeviceTier(Tier):
 
     def pin(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, until: float) -> list[bool]:
         """See :meth:`Tier.pin`."""
-        self._require(namespace)
         with self._lock:
             found = [self._entries(namespace).get(key) for key in keys]
             for block in found:
@@ -325,7 +318,6 @@ class DeviceTier(Tier):
 
     def unpin(self, namespace: TierNamespace, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Tier.unpin`."""
-        self._require(namespace)
         with self._lock:
             for key in keys:
                 block = self._entries(namespace).get(key)
@@ -342,7 +334,6 @@ class DeviceTier(Tier):
     def remove(self, namespace: TierNamespace, keys: Sequence[BlockKey], *, deadline: float) -> list[bool]:
         """See :meth:`Tier.remove`; never waits. A write that is under way leaves nothing."""
         del deadline
-        self._require(namespace)
         gone: list[bool] = []
         with self._lock:
             for key in keys:
@@ -391,7 +382,7 @@ class DeviceTier(Tier):
                     block.position,
                     True,
                 )
-                for space in self._spaces
+                for space in self.table.indexes
                 for block in self._entries(space).values()
             ]
         yield from found
@@ -413,10 +404,6 @@ class DeviceTier(Tier):
     def _entries(self, namespace: TierNamespace) -> dict[BlockKey, TierBlock]:
         index = self.table.indexes.get(namespace)
         return {} if index is None else index.entries  # type: ignore[return-value]
-
-    def _require(self, namespace: TierNamespace) -> None:
-        if namespace not in self._spaces:
-            raise ConfigError(f"tier {self.name}: namespace {namespace.namespace_id[:8].hex()}… is not open")
 
 
 def _opened(tier: str, device: str) -> Device:

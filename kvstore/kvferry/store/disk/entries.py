@@ -74,14 +74,16 @@ class NamespaceIndex(ChainIndex[DiskEntry]):
 
     Attributes:
         tenant: Whose they are.
+        name: Tenant and namespace.
         told: The namespace as the store told it; ``None`` for one only found on disk.
     """
 
-    __slots__ = ("__weakref__", "tenant", "told")
+    __slots__ = ("name", "tenant", "told")
 
     def __init__(self, tenant: str, namespace_id: bytes) -> None:
         super().__init__(namespace_id, 0)
         self.tenant = tenant
+        self.name = (tenant, namespace_id)
         self.told: TierNamespace | None = None
 
     def link(self, entry: DiskEntry, parent: BlockKey | None) -> None:

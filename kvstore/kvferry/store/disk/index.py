@@ -51,7 +51,7 @@ class DiskIndex:
         self._policy = policy
         # each as long as somebody has it: a call, an entry, something that is still to be done
         self._namespaces: WeakValueDictionary[tuple[str, bytes], NamespaceIndex] = WeakValueDictionary()
-        self._filled: set[NamespaceIndex] = set()  # those that have entries
+        self._filled: dict[tuple[str, bytes], NamespaceIndex] = {}  # those that have entries
         self._busy: dict[DiskEntry, int] = {}
         self._going: dict[DiskEntry, bool] = {}  # discarded; whether they may be put back
         self._pins: dict[DiskEntry, float] = {}
@@ -76,11 +76,13 @@ class DiskIndex:
 
     def namespace(self, tenant: str, namespace_id: bytes) -> NamespaceIndex:
         """The namespace, made if it is new; one without blocks that nobody keeps is forgotten."""
+        name = (tenant, namespace_id)
+        if (filled := self._filled.get(name)) is not None:  # without the lock, which may be held for long
+            return filled
         with self.lock:
-            found = self._namespaces.get((tenant, namespace_id))
+            found = self._namespaces.get(name)
             if found is None:
-                found = NamespaceIndex(tenant, namespace_id)
-                self._namespaces[tenant, namespace_id] = found
+                found = self._namespaces[name] = NamespaceIndex(tenant, namespace_id)
             return found
 
     def namespaces(self) -> list[NamespaceIndex]:
@@ -93,7 +95,7 @@ class DiskIndex:
         with self.lock:
             self._told_of = tenant
             self._journal.attach(feed)
-            own = [home for home in self._filled if home.tenant == tenant]
+            own = [home for home in self._filled.values() if home.tenant == tenant]
             return {home.namespace_id: list(home.entries) for home in own}
 
     def _note(self, stored: bool, entry: DiskEntry) -> None:
@@ -311,7 +313,7 @@ class DiskIndex:
         """Forget all entries in a directory that is gone, and their bytes; returns how many."""
         with self.lock:
             self.used_nbytes -= self._removals.lose(root)
-            gone = [e for home in self._filled for e in home.entries.values() if e.root == root]
+            gone = [e for home in self._filled.values() for e in home.entries.values() if e.root == root]
             for entry in gone:
                 self._forget(entry)
                 self.used_nbytes -= entry.nbytes
@@ -445,8 +447,8 @@ class DiskIndex:
         return entry.index.entries.get(entry.key) is entry
 
     def _insert(self, entry: DiskEntry) -> None:
+        self._filled[entry.index.name] = entry.index  # first: what is in it is found, wherever this ends
         entry.index.add(entry)
-        self._filled.add(entry.index)
         self.entry_count += 1
         self._policy.inserted(entry)
         if self._journal.feeds:
@@ -474,7 +476,7 @@ class DiskIndex:
     def _forget(self, entry: DiskEntry) -> None:
         tail = entry.index.discard(entry)
         if not entry.index.entries:
-            self._filled.discard(entry.index)
+            self._filled.pop(entry.index.name, None)
         self._pins.pop(entry, None)
         self.entry_count -= 1
         self._policy.removed(entry)

@@ -233,7 +233,7 @@ class DiskTier(Tier):
         Raises:
             ConfigError: If the tenant's id cannot name a folder.
         """
-        self._held(namespace)
+        self._told.get(namespace)
 
     def _tell(self, namespace: TierNamespace) -> NamespaceIndex:
         tenant_folder(namespace.tenant)
@@ -474,7 +474,7 @@ class DiskTier(Tier):
             root.stop()
 
     def _home(self, namespace: TierNamespace) -> Home:
-        held = self._held(namespace)
+        held = self._told.get(namespace)
         namespace = held.told or namespace  # the same object each time
         template = self._state.templates.get(held, namespace)
         return Home(
@@ -482,7 +482,7 @@ class DiskTier(Tier):
         )
 
     def _held(self, namespace: TierNamespace) -> NamespaceIndex:
-        return self._told.get(namespace)
+        return self._state.index.namespace(namespace.tenant, namespace.namespace_id)
 
 
 def _in_order(
