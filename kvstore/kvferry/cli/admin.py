@@ -58,7 +58,7 @@ def clear(
     """Make the daemon forget all blocks, in memory and on slower tiers, or those of one namespace or model.
 
     Also what lies on disk from before its start. `kvferry inspect` shows what is on disk, `kvferry status
-    --json` lists the namespaces that were used since.
+    --json` lists the namespaces that it knows.
     """
     from kvferry.daemon.admin import Clear
 

@@ -19,6 +19,7 @@ from kvferry.core.address import parse_url
 from kvferry.core.blockstore import Completion, Stats
 from kvferry.core.clock import checked_deadline, deadline_in
 from kvferry.core.errors import (
+    ConfigError,
     LeaseExpiredError,
     OverloadedError,
     TransportError,
@@ -80,6 +81,8 @@ class Client:
         self, url: str | None = None, options: ClientOptions = _DEFAULT_OPTIONS, *, session: str = "",
         copiers: Mapping[str, BlockCopier] | None = None,
     ) -> None:  # fmt: skip
+        if not isinstance(options, ClientOptions):
+            raise ConfigError(f"options is {options!r}, must be ClientOptions")
         if session:
             options = replace(options, session=session)
         self.link = Link(_with_port(url) if url is not None else default_url(), options)

@@ -146,7 +146,8 @@ def listening(error: ConnectError, url: str, option: str) -> ConfigError:
     """A clear error for an address that cannot be listened on: which one, and which option moves it."""
     cause = error.__cause__
     if not isinstance(cause, OSError):
-        return ConfigError(f"{error}; choose another address with {option}")
+        remedy = "" if str(error).endswith("choose another path") else "; choose another address"
+        return ConfigError(f"{error}{remedy} with {option}")
     free = ", or stop what listens there" if cause.errno == errno.EADDRINUSE else ""
     reason = cause.strerror or str(cause)
     return ConfigError(f"cannot listen on {url}: {reason}; choose another address with {option}{free}")

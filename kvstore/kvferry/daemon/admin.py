@@ -189,7 +189,8 @@ def _drain(daemon: Daemon, request: Drain) -> AdminDone:
 def _clear(store: TieredStore, request: Clear) -> AdminDone:
     spaces = _chosen(store, request)
     count = sum(store.own_namespace(space).clear() for space in spaces)
-    return AdminDone(done=True, blocks=count, text=f"{count} blocks of {len(spaces)} namespaces were removed")
+    number = "1 namespace" if len(spaces) == 1 else f"{len(spaces)} namespaces"
+    return AdminDone(done=True, blocks=count, text=f"{count} blocks of {number} were removed")
 
 
 def _pin(store: TieredStore, request: Pin) -> AdminDone:

@@ -43,6 +43,12 @@ def stats(daemon: Daemon) -> Any:
     return daemon.store_of("default").stats()
 
 
+def test_options_of_another_kind_are_refused() -> None:
+    options: Any = None
+    with pytest.raises(ConfigError, match="options is None, must be ClientOptions"):
+        Client("unix:///nowhere", options)
+
+
 def test_two_clients_share_blocks_and_nothing_else(start: Start) -> None:
     daemon = start()
     with Client(daemon.addresses[0]) as one, Client(daemon.addresses[0]) as other:

@@ -207,7 +207,7 @@ def test_the_commands_do_it_and_say_so(
     assert (code, json.loads(out)["blocks"]) == (1, 0)
     code, out = kvferry("evict", "1KiB", "--json")
     assert (code, json.loads(out)["done"]) == (0, True)
-    assert kvferry("clear", "--namespace", namespace) == (0, "8 blocks of 1 namespaces were removed\n")
+    assert kvferry("clear", "--namespace", namespace) == (0, "8 blocks of 1 namespace were removed\n")
     assert kvferry("drain", "--timeout", "1s")[0] == 0
     assert kvferry("drain", "--resume") == (0, "it takes new work again\n")
     assert kvferry("reload") == (0, "the token was read again\n")

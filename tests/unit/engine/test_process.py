@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,16 @@ def test_a_taken_port_is_said_once() -> None:
     assert text == (
         f"cannot listen on {url}: Address already in use; choose another address with "
         "--listen (decode.listen), or stop what listens there"
+    )
+
+
+def test_a_path_that_something_else_takes_is_said_with_one_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "no socket"
+    path.touch()
+    with pytest.raises(ConfigError) as raised:
+        listen(f"unix://{path}", "--listen", Config(), "decode", lambda _: None, name="test")
+    assert str(raised.value).endswith(
+        "something that is no socket lies there; choose another path with --listen"
     )
 
 
