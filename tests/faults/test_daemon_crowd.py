@@ -135,7 +135,9 @@ def crowd(
     try:
         for process in processes:
             assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+            # unbuffered: what a buffer has taken of the rest, communicate() does not give
+            with open(process.stdout.fileno(), "rb", buffering=0, closefd=False) as said:
+                assert said.readline() == b"ready\n"
         yield processes
     finally:
         for process in processes:
