@@ -412,7 +412,8 @@ class TieredStore(MemoryStore):
                 kept = level.pin(self._space(namespace), mine, until)
                 unkept.extend(key for key, ok in zip(mine, kept, strict=True) if not ok)
         self._bring_up(namespace, unkept, until)  # a tier that cannot keep them: memory does
-        return count + len(where)
+        # again: some may have come up before the tiers were asked
+        return super()._pin(namespace, [key for key in keys if key not in where], until) + len(where)
 
     def _unpin(self, namespace: MemoryNamespace, keys: Sequence[BlockKey]) -> None:
         super()._unpin(namespace, keys)

@@ -258,6 +258,28 @@ def test_a_read_of_what_could_not_be_removed_is_a_miss_though_it_was_located_bef
     assert ns.lookup(keys).tiers == (None,)
 
 
+def test_a_block_that_comes_up_while_it_is_pinned_is_pinned(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(4, FakeTier())
+    ns = store.namespace(SPEC)
+    keys = chain(ns, 1, 2)
+    save_blocks(ns, keys)
+    settle(store)
+    save_blocks(ns, chain(ns, 2, 4))
+    settle(store)
+    missing = store._not_in_memory
+
+    def late(*args: Any) -> list[BlockKey]:
+        monkeypatch.undo()
+        assert loaded(ns, keys[:1]) == 1
+        return missing(*args)
+
+    monkeypatch.setattr(store, "_not_in_memory", late)
+    assert ns.pin(keys, ttl=600) == 2
+    assert store.stats().pinned_nbytes >= ns.block_nbytes
+
+
 def test_a_removal_that_succeeds_at_last_ends_the_hiding(make_store: MakeStore) -> None:
     tier = FakeTier()
     store = make_store(4, tier)
