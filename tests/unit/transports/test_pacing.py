@@ -87,6 +87,18 @@ def test_idle_link_does_not_burst() -> None:
     assert link.largest_burst(0.1) <= 0.1101 * 100 * MB
 
 
+def test_short_pauses_do_not_add_up_to_a_burst() -> None:
+    """A sender with less to send than the link carries may not catch up with what it never had."""
+    link = Link(1000 * MB)
+    for _ in range(200):
+        link.send(MB)
+        link.now += 0.005
+    link.sent.clear()
+    began = link.now
+    link.send(100 * MB)
+    assert link.now - began == pytest.approx(0.094, abs=0.001)  # less the 6 ms of a link that was idle
+
+
 def test_peer_that_did_not_read_is_not_caught_up_with() -> None:
     link = Link(100 * MB)
     link.send(MB, handing_s=1.0, stalled=True)

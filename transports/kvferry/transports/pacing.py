@@ -42,6 +42,8 @@ class Pacer:
         """A call that sends starts."""
         if now - self._last > _CREDIT_S:
             self._late = 0.0
+        behind = self._last - self._free_at  # what follows short pauses must not add up: they are no lateness
+        self._free_at = max(self._free_at, now - max(behind, _CREDIT_S))
 
     def limit(self, now: float) -> int:
         """The size of the next piece, larger if more than one is due."""
