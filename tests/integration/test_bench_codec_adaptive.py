@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from kvferry.bench.scenarios.codec_adaptive import _over_fair_best
+
 
 def _bench(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvferry.cli", "bench", "codec", "--only", "adaptive", "--json", *words]
@@ -24,12 +26,22 @@ def test_every_rate_is_measured_beside_raw_and_each_fixed_codec() -> None:
         noise = result["params"]["raw_again_over_raw"]
         assert isinstance(noise, float)
         assert noise > 0
+        fair = result["params"]["over_fair_best"]
+        assert isinstance(fair, float)
+        assert fair > 0
         assert result["params"]["best_fixed"] in ("raw", "ebp", "lz4")
         assert result["params"]["chosen"] in ("raw", "ebp", "lz4")
         assert result["params"]["kv_nbytes"] == 6 * 256 * 2 * 2 * 64 * 2
         assert result["unit"] == "s"
         assert result["value"] > 0
         assert result["verified"] is True  # every byte was compared by the receiver
+
+
+def test_the_best_of_noisy_ones_is_judged_in_other_rounds_than_it_was_chosen_in() -> None:
+    first, second = [1.0, 2.0] * 4, [2.0, 1.0] * 4
+    assert _over_fair_best([1.5] * 8, {"a": first, "b": second}) == 0.75
+    assert _over_fair_best([1.5] * 8, {"a": [1.0] * 8, "b": second}) == 1.5
+    assert _over_fair_best([3.0], {"a": [2.0], "b": [1.5]}) == 2.0
 
 
 def test_what_cannot_be_measured_is_said() -> None:
