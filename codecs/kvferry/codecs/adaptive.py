@@ -45,9 +45,13 @@ _LOOK_CALLS: Final = 500
 _LOOK_WINDOWS: Final = 5
 """The median forgets the first, in which a link that was not full gives what it saved up (a token bucket)."""
 _LOOK_SAME_WINDOWS: Final = 3
-"""Enough for a look that finds what is known."""
+"""Enough for a look that finds about what is known."""
+_SAME: Final = 1.1
+"""A first window no further from it is enough: what a look sends raw is slow where a pipeline pays."""
 _LOOK_LONG_WINDOWS: Final = 2
 _LONG_WINDOWS_S: Final = 0.05
+_FLOW_WINDOWS: Final = 100
+"""Of a pipeline in use: a second, since pipelines that differ by some percent are not told apart by less."""
 _TRIAL_WINDOWS: Final = 3
 """The median forgets one: the first, for which threads start and memory is new, or one without the cores."""
 _KEPT_WINDOWS: Final = 3
@@ -80,12 +84,16 @@ _OTHER_FLOW: Final = 1.25
 _SAME_LINK: Final = 1.5
 
 
+def _flow() -> FlowCost:
+    return FlowCost(_FLOW_WINDOWS)
+
+
 @dataclass(slots=True)
 class _Candidate:
     name: str
     encode: CallCost = field(default_factory=CallCost)
     decode: CallCost = field(default_factory=CallCost)
-    flow: FlowCost = field(default_factory=FlowCost)  # in use, over all times that are not forgotten
+    flow: FlowCost = field(default_factory=_flow)  # in use, over all times that are not forgotten
     size: float = 0.0  # encoded bytes a byte
     promised: float = 0.0  # by the formula, when it was last in use
     seen_link: float = 0.0  # the link then
@@ -385,7 +393,7 @@ class AdaptiveChoice:
             return
         before, link = candidate.seen_link, self._link.value
         if now >= candidate.forgotten_at or not before / _SAME_LINK <= link <= before * _SAME_LINK:
-            candidate.flow, candidate.promised = FlowCost(), 0.0
+            candidate.flow, candidate.promised = _flow(), 0.0
 
     # ---- learning -------------------------------------------------------------------------------
 
@@ -435,9 +443,8 @@ class AdaptiveChoice:
         if not self._seen.add(nbytes, seconds):
             return False
         seen, link = self._seen, self._link
-        long = self._seen_s >= _LONG_WINDOWS_S
         same = link.value / _OTHER_FLOW <= seen.value <= link.value * _OTHER_FLOW
-        if seen.windows < (_LOOK_LONG_WINDOWS if long else _LOOK_SAME_WINDOWS if same else _LOOK_WINDOWS):
+        if seen.windows < self._windows_needed(same):
             return False
         if same:
             link.add_all(seen)
@@ -445,6 +452,14 @@ class AdaptiveChoice:
             self._link = seen
         self._looking = False
         return True
+
+    def _windows_needed(self, same: bool) -> int:
+        """Of the look that goes on: the fewer the more it is like what is known."""
+        if self._link.value / _SAME <= self._seen.value <= self._link.value * _SAME:
+            return 1
+        if self._seen_s >= _LONG_WINDOWS_S:
+            return _LOOK_LONG_WINDOWS
+        return _LOOK_SAME_WINDOWS if same else _LOOK_WINDOWS
 
     def _learn(self, candidate: _Candidate, now: float) -> None:
         """What a pipeline costs in use says something of the link, and corrects what was predicted."""

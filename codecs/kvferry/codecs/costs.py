@@ -11,6 +11,8 @@ __all__ = ["CallCost", "FlowCost"]
 
 _RECENT: Final = 9
 _RECENT_WINDOWS: Final = 25
+_SETTLED_WINDOWS: Final = 25
+"""With so many there is no doubt any more in favour of what is in use."""
 _USUAL_SPREAD: Final = 0.2
 """Of windows, relative, where nothing is known of it yet; counts as much as one window."""
 _MEDIAN: Final = 1.25
@@ -55,12 +57,15 @@ class FlowCost:
     A window has what really took place in it, delays too; the median forgets the few in which something
     else had the cores. Where the last five say the same and all before said otherwise, the flow has
     changed, and those before are forgotten.
+
+    Args:
+        recent: How many windows are known at most.
     """
 
     __slots__ = ("_costs", "_nbytes", "_pieces", "_seconds", "doubt", "value")
 
-    def __init__(self) -> None:
-        self._costs: deque[float] = deque(maxlen=_RECENT_WINDOWS)
+    def __init__(self, recent: int = _RECENT_WINDOWS) -> None:
+        self._costs: deque[float] = deque(maxlen=recent)
         self._nbytes = self._seconds = 0.0
         self._pieces = 0
         self.value = 0.0
@@ -73,8 +78,8 @@ class FlowCost:
 
     @property
     def settled(self) -> bool:
-        """Whether no more windows will be known than are."""
-        return len(self._costs) == _RECENT_WINDOWS
+        """Whether windows are so many that there is no doubt any more."""
+        return len(self._costs) >= _SETTLED_WINDOWS
 
     def steady(self, factor: float) -> bool:
         """Whether the last window is no further than ``factor`` from the value."""
@@ -122,10 +127,10 @@ class FlowCost:
             return
         usual = statistics.median(before)
         if min(last) > _CHANGED * usual or max(last) < usual / _CHANGED:
-            self._costs = deque(last, maxlen=_RECENT_WINDOWS)
+            self._costs = deque(last, maxlen=self._costs.maxlen)
 
     def at_most(self, cost: float) -> None:
         """It is known to cost no more."""
         if self._costs and self.value > cost:
-            self._costs = deque((min(one, cost) for one in self._costs), maxlen=_RECENT_WINDOWS)
+            self._costs = deque((min(one, cost) for one in self._costs), maxlen=self._costs.maxlen)
             self._sum_up()

@@ -29,6 +29,9 @@ _AHEAD: Final = 3
 """Encoded frames that wait for the link."""
 _SETTLE: Final = 3
 """Pieces after a change of the pipeline that say nothing: they find the other one's work in their way."""
+_SETTLE_S: Final = 0.005
+"""Nor do more of them up to then, a quarter of the layers at most: a link that is limited lets pass at once
+what it saved up while there was nothing to send."""
 _REPORT_S: Final = 0.002
 """Some pieces are looked at and told together: what goes as it is has no time to lose."""
 _MOST_ACKS: Final = 6
@@ -104,6 +107,8 @@ class PartEncoder:
         self._last_codec = ""
         self._last_at = 0.0
         self._in_a_row = 0
+        self._row_began_at = 0.0
+        self._most_unsettled = len(layout.spec.layers) // 4
         self._moved_nbytes = 0
         self._moved_s = 0.0
 
@@ -232,8 +237,9 @@ class PartEncoder:
         if any(ready_at > last_at or name != self._last_codec for name, _, ready_at in marks):
             self._in_a_row = self._moved_nbytes = 0
             self._moved_s = 0.0
+            self._row_began_at = now
             self._acks_a_look = 1
-        elif self._in_a_row < _SETTLE:
+        elif not self._settled(now):
             self._in_a_row += 1
         else:
             self._moved_nbytes += sum(nbytes for _, nbytes, _ in marks)
@@ -249,6 +255,12 @@ class PartEncoder:
                     self._keep_quiet()
                     return
         self._last_codec = codec
+
+    def _settled(self, now: float) -> bool:
+        """Whether what comes into place now tells what the pipeline costs, and no more what was before it."""
+        if self._in_a_row < _SETTLE:
+            return False
+        return self._in_a_row >= self._most_unsettled or now - self._row_began_at >= _SETTLE_S
 
     def stop(self) -> None:
         """Encode no more and end the thread; with the lock held."""

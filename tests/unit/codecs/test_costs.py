@@ -69,6 +69,17 @@ def test_the_doubt_is_less_with_more_windows_and_with_such_as_agree() -> None:
     assert 0.05 < unlike.doubt < 0.12  # 1.25 * 0.35 / sqrt(25)
 
 
+def test_how_many_windows_are_known_is_kept_when_they_change() -> None:
+    flow = FlowCost(40)
+    for seconds in [0.2] * 9 + [0.6] * 5:
+        flow.add(1, seconds)
+    flow.at_most(0.5)
+    assert flow.windows == 5
+    for _ in range(50):
+        flow.add(1, 0.5)
+    assert (flow.windows, flow.settled) == (40, True)
+
+
 def test_what_carried_more_costs_no_more() -> None:
     flow = FlowCost()
     flow.at_most(0.1)

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from kvferry.codecs.adaptive import RAW
-from kvferry.core import DType
+from kvferry.core import DType, KVSpec
 from kvferry.streaming import StreamCodec, encoding
 from kvferry.streaming.codec import FixedChoice
 from kvferry.streaming.delivery import Delivery, LayerPart
@@ -51,14 +51,14 @@ class Choice(FixedChoice):
 class Sender:
     """What a sender does with an encoder, in one thread."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Choice, spec: KVSpec = SPEC) -> None:
         self.ready: deque[LayerPart] = deque()
         lock = threading.RLock()
         link = StreamCodec("auto").link("somewhere")
         assert link is not None
         link._choice = choice
         self.encoder = PartEncoder(
-            link, StreamLayout(SPEC, 4, 0), cast("Channel", None), lock, threading.Condition(lock),
+            link, StreamLayout(spec, 4, 0), cast("Channel", None), lock, threading.Condition(lock),
             ready=self.ready, start=lambda _: pytest.fail("nothing is to be encoded"), failed=lambda _: None,
         )  # fmt: skip
         self.parts = [LayerPart(cast("Delivery", None), n, (0,), [], nbytes=1) for n in range(40)]
@@ -145,3 +145,15 @@ def test_a_look_that_ends_with_a_part_kept_as_it_is_tells_of_the_others(choice: 
     sender.encoder._acks_a_look = 3
     sender.answer(3)
     assert choice.told == before + 2
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, 40 - 1 - 3), (3600.0, 40 - 1 - 16)])
+def test_what_a_limited_link_saved_up_is_not_taken_for_its_rate(
+    choice: Choice, monkeypatch: pytest.MonkeyPatch, seconds: float, told: int
+) -> None:
+    """The first pieces pass at once; of a short prompt no more than a quarter says nothing."""
+    monkeypatch.setattr(encoding, "_SETTLE_S", seconds)
+    sender = Sender(choice, kv_spec(64, kv_heads=2, head_dim=32, dtype=DType.BFLOAT16))
+    sender.send(40)
+    sender.answer(40)
+    assert choice.told == told
