@@ -254,6 +254,7 @@ def seeds(command: list[str]) -> list[bytes]:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)  # 300 s of fuzzing behind a build that takes minutes beside other work
 @pytest.mark.parametrize("instructions", ["portable", "avx512"])
 def test_fuzzing_finds_nothing(
     tmp_path: Path, on_x86: str, instructions: str, monkeypatch: pytest.MonkeyPatch
