@@ -14,6 +14,7 @@ from kvferry.testing.blocks import block_bytes, small_spec, wait_until
 from kvferry.testing.redis_server import RedisServer
 from kvferry.testing.tiers_common import HIT, PRESENT, STORED, chain, opened, outcomes, read, write
 from kvferry.testing.tiers_common import write_outcomes as written
+from kvferry.transports.ways import Ways
 
 from .conftest import MakeTier, Opened
 
@@ -130,3 +131,26 @@ def test_closing_the_tier_leaves_lent_memory_alone(make: MakeTier) -> None:
             it.tier.close()
             assert all(event is not None and not event.is_set() for event in flying)
         assert all(event is not None and event.wait(20) for event in flying)
+
+
+def test_where_copies_are_faster_blocks_are_copied(
+    server: RedisServer, make: MakeTier, lent: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ways, "next", lambda _, nbytes: int(nbytes > 0))
+    it = make(server.url)
+    space = large(it)
+    keys = chain(space, 1, 3)
+    assert written(write(it.tier, space, keys)) == [STORED] * 3
+    assert outcomes(read(it.tier, space, keys)) == [HIT] * 3
+    assert lent == []
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+def test_the_faster_way_is_found_and_kept(faster: int) -> None:
+    ways = Ways()
+    taken: list[int] = []
+    for _ in range(100):
+        taken.append(ways.next(1 << 20))
+        ways.took(1 << 20, 100_000 if taken[-1] == faster else 200_000)
+    assert set(taken) == {0, 1}
+    assert taken.count(faster) > 75

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -120,8 +121,13 @@ def _exchange(
     Returns:
         Whether the server takes no more.
     """
-    stops = False
-    if asking or not _send_values(lane, server, group, deadline):
+    stops, began = False, time.monotonic_ns()
+    end = None if asking or lane.values is None else _common_end(group)
+    nbytes = 0 if end is None else sum(request.nbytes for request in group)
+    ways = lane.ways(nbytes) if end is not None else None
+    if end is not None and ways is not None and ways.next(nbytes) == 0:
+        _send_values(lane, server, group, end, deadline)
+    else:
         _send_pieces(lane, server, group, deadline, asking=asking)
     for request in group:
         if not asking and (answer := request.at_hand(lane.reader)) is not None:
@@ -136,6 +142,8 @@ def _exchange(
             outcomes.append(error)
             stops = stops or error.word in _STOP
     lane.lent = False
+    if ways is not None:
+        ways.took(nbytes, time.monotonic_ns() - began)
     return stops
 
 
@@ -159,24 +167,20 @@ def _send_pieces(
         lane.connection.send(waiting, server.request_deadline(deadline))
 
 
-def _send_values(lane: Lane, server: Server, group: Sequence[Request], deadline: float) -> bool:
-    """Send a group of large values, hashed by the connection; ``False`` if there are other requests in it."""
-    connection, end = lane.values, None
-    if connection is None:
-        return False
-    writes: list[Write] = []
-    for request in group:
-        if not isinstance(request, Write) or request.end is None or (writes and request.end != end):
-            return False
-        end = request.end
-        writes.append(request)
-    if end is None:
-        return False
+def _common_end(group: Sequence[Request]) -> bytes | None:
+    """What ends each request, if all are of large values that the connection can hash; else ``None``."""
+    ends = {request.end if isinstance(request, Write) else None for request in group}
+    return ends.pop() if len(ends) == 1 else None
+
+
+def _send_values(lane: Lane, server: Server, group: Sequence[Request], end: bytes, deadline: float) -> None:
+    """Send a group of large values, hashed by the connection, and lent."""
+    connection = lane.values
+    assert connection is not None
     lends = lane.lent = lane.lent or server.lends
     at, count = 0, 1  # the server begins with one
-    while at < len(writes):
-        some = [write.value() for write in writes[at : at + count]]
+    while at < len(group):
+        some = [request.value() for request in group[at : at + count] if isinstance(request, Write)]
         connection.send_values(some, end, server.request_deadline(deadline), lends=lends)
         at += count
-        count = max(1, _VALUES_NBYTES // writes[0].nbytes)
-    return True
+        count = max(1, _VALUES_NBYTES // group[0].nbytes)

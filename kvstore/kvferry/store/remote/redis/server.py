@@ -29,6 +29,7 @@ from kvferry.transports import connect
 from kvferry.transports.base import Connection
 from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.sockets import SocketConnection
+from kvferry.transports.ways import Ways
 
 __all__ = ["Lane", "Server", "ServerFacts"]
 
@@ -79,6 +80,7 @@ class Lane:
         if isinstance(connection, HashedSocketConnection) and connection.sends_values:
             self.values = connection
         self._still_read: StillRead | None = None
+        self._ways: dict[int, Ways] = {}
         self.facts = self._greet(deadline, options)
 
     def call(self, deadline: float, *words: bytes) -> Reply:
@@ -90,6 +92,10 @@ class Lane:
         """
         self.connection.send([command(*words)], deadline)
         return self.reader.read(deadline)
+
+    def ways(self, nbytes: int) -> Ways:
+        """Whether to lend a batch of about that size, or to copy it: what is faster changes with the host."""
+        return self._ways.setdefault(nbytes.bit_length(), Ways())
 
     def abort(self) -> StillRead | None:
         """End it; what it returns says until when the server may read what it was lent."""
