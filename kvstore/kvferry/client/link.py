@@ -104,7 +104,9 @@ class Link:
             hello_timeout_s=options.connect_timeout_s, capabilities=(SHARED_ARENA,),
         )  # fmt: skip
         self._numbers = itertools.count((secrets.randbits(31) << 32) + 1)
-        self._cond = threading.Condition()
+        self._lock = threading.RLock()  # a lease that is dropped anywhere tells of its end
+        self._cond = threading.Condition(self._lock)
+        self._sleeping = 0  # in it
         self._idle: list[Line] = []
         self._open = 0
         self._connecting = False
@@ -152,7 +154,7 @@ class Link:
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to a counter."""
-        with self._cond:
+        with self._lock:
             setattr(self.counters, name, getattr(self.counters, name) + number)
 
     def connect(self, deadline: float) -> None:
@@ -206,7 +208,7 @@ class Link:
         return Taken(self, deadline, epoch, spare)
 
     def _acquire(self, deadline: float, spare: bool = False) -> Line:
-        with self._cond:
+        with self._lock:
             self._busy = True
             while True:
                 if self.closed:
@@ -228,9 +230,12 @@ class Link:
                         f"{self.url}: all {self._open} connections were in use until the deadline "
                         "(max_connections)"
                     )
-                self._cond.wait(
-                    time_left(min(deadline, self._grow_after) if now < self._grow_after else deadline)
-                )
+                until = min(deadline, self._grow_after) if now < self._grow_after else deadline
+                self._sleeping += 1
+                try:
+                    self._cond.wait(time_left(until))
+                finally:
+                    self._sleeping -= 1
         return self._connect(deadline) or self._acquire(deadline, spare)
 
     def _may_grow(self, now: float, spare: bool) -> bool:
@@ -245,7 +250,7 @@ class Link:
             shown = replace(self._channel_options, credential=self._token())
             channel = Channel.connect(self.url, shown, limit)
         except BaseException as error:
-            with self._cond:
+            with self._lock:
                 self._connecting = False
                 others = self._open > 0
                 if isinstance(error, KVFerryError):
@@ -258,7 +263,7 @@ class Link:
                 return None
             raise self._unavailable() from error
         line = Line(self, channel, self.options.share_memory and can_share_arena(channel))
-        with self._cond:
+        with self._lock:
             self._connecting = False
             self._open += 1
             self._arrived(line)
@@ -285,7 +290,7 @@ class Link:
 
     def _healed(self) -> None:
         """A call was answered: the daemon is there, and the next pause is a short one again."""
-        with self._cond:
+        with self._lock:
             if self._away_reason:
                 self._said.append((logging.INFO, "%s: the daemon is back", self.label))
             self._away_reason, self._away_until, self._pause_s, self._timeouts = "", 0.0, 0.0, 0
@@ -341,7 +346,7 @@ class Link:
     def _release(self, line: Line) -> None:
         line.ended = line.abandoned = ()
         surplus = False
-        with self._cond:
+        with self._lock:
             if line.epoch != self._epoch or line.channel.closed or self.closed:
                 self._lose(line)
             elif self._open > self.options.max_connections:
@@ -349,7 +354,8 @@ class Link:
             else:
                 line.idle_since = time.monotonic()
                 self._idle.append(line)
-            self._cond.notify()
+            if self._sleeping:
+                self._cond.notify()
         if surplus:
             line.channel.close()
 
@@ -357,7 +363,7 @@ class Link:
         if isinstance(error, KVFerryError) and not line.channel.closed:
             self._release(line)  # the daemon's own answer, or nothing was sent
             return
-        with self._cond:
+        with self._lock:
             self._lose(line)
             if line.epoch == self._epoch:
                 self._ended += line.ended
@@ -376,7 +382,7 @@ class Link:
 
     def end(self, number: int, epoch: str) -> None:
         """Tell the daemon with the next request that a lease is done with."""
-        with self._cond:
+        with self._lock:
             if epoch != self._epoch:
                 return
             self._ended.append(number)
@@ -386,7 +392,7 @@ class Link:
 
     def abandon(self, number: int) -> None:
         """Tell it that a lease is not wanted whose answer never came."""
-        with self._cond:
+        with self._lock:
             self._abandoned.append(number)
         self._wake.set()
 
@@ -400,13 +406,13 @@ class Link:
 
         With those of which it is being told on another connection, which this request may overtake.
         """
-        with self._cond:
+        with self._lock:
             taken, self._ended = (*self._telling, *self._ended), []
         return taken
 
     def take_abandoned(self) -> tuple[int, ...]:
         """The same of those whose answer never came."""
-        with self._cond:
+        with self._lock:
             taken, self._abandoned = tuple(self._abandoned), []
         return taken
 
@@ -415,7 +421,7 @@ class Link:
             return
         deadline = deadline_in(_FLUSH_S)
         with contextlib.suppress(KVFerryError), self.line(deadline, spare=True) as line:
-            with self._cond:
+            with self._lock:
                 self._telling, self._ended = tuple(self._ended), []
             try:
                 request = d.EndLeases(ended=line.take_ended(), abandoned=line.take_abandoned())
@@ -458,7 +464,7 @@ class Link:
         """Notice a daemon that has gone before the next call does; close connections that are not needed."""
         oldest = time.monotonic() - _IDLE_CONNECTION_S
         surplus: list[Line] = []
-        with self._cond:
+        with self._lock:
             while len(self._idle) > 1 and self._idle[0].idle_since < oldest:
                 surplus.append(self._idle.pop(0))
                 self._open -= 1
@@ -470,13 +476,13 @@ class Link:
 
     def close(self) -> None:
         """End all leases, connections and the thread; a second call does nothing."""
-        with self._cond:
+        with self._lock:
             if self.closed:
                 return
             self._ended += list(self.leases)
         if self._idle:
             self._flush_ends()
-        with self._cond:
+        with self._lock:
             self.closed = True
             idle, self._idle = self._idle, []
             self._cond.notify_all()

@@ -19,11 +19,13 @@ from kvferry.core import keys as _keys
 from kvferry.core.arena import ArenaMap
 from kvferry.core.blockstore import Hit
 from kvferry.core.buffers import Buf, as_bytes_view
-from kvferry.core.clock import checked_deadline
+from kvferry.core.clock import checked_deadline, is_past
 from kvferry.core.errors import (
     ConfigError,
     ConnectionClosedError,
+    CorruptBlockError,
     OverloadedError,
+    TransferTimeoutError,
     TransportError,
     UnavailableError,
 )
@@ -207,6 +209,11 @@ class ClientNamespace:
         if blocks is not None:
             try:
                 incoming.read_into(blocks.views(answer.blocks), limit)
+            except CorruptBlockError as error:
+                lease.void()
+                if is_past(lease.expires_at):  # the slots were used again while this came
+                    raise TransferTimeoutError(f"{lease!r} ended before its bytes were here") from error
+                raise
             except BaseException:
                 lease.void()
                 raise
@@ -320,17 +327,15 @@ class ClientNamespace:
                 return lease.save(sources, limit)
 
     def _sources(self, blocks: Sequence[tuple[BlockKey, Buf]]) -> dict[BlockKey, memoryview]:
-        pairs = list(blocks)
-        keys = require_keys([key for key, _ in pairs])
-        views = [as_bytes_view(buf) for _, buf in pairs]
-        if set(map(len, views)) - {self.block_nbytes}:
-            wrong = next(n for n, view in enumerate(views) if len(view) != self.block_nbytes)
-            raise ConfigError(
-                f"block {keys[wrong][:8].hex()}… has {len(views[wrong])} bytes, a block of this spec has "
-                f"{self.block_nbytes}"
-            )
         sources: dict[BlockKey, memoryview] = {}
-        for key, view in zip(keys, views, strict=True):
+        for key, buf in blocks:
+            require_key(key)
+            view = as_bytes_view(buf)
+            if len(view) != self.block_nbytes:
+                raise ConfigError(
+                    f"block {key[:8].hex()}… has {len(view)} bytes, a block of this spec has "
+                    f"{self.block_nbytes}"
+                )
             sources.setdefault(key, view)
         return sources
 

@@ -190,6 +190,8 @@ def split_keys(blob: bytes) -> list[BlockKey]:
     """
     if len(blob) % KEY_NBYTES:
         raise ConfigError(f"keys of {len(blob)} bytes, each has {KEY_NBYTES}")
+    if len(blob) == KEY_NBYTES:
+        return [BlockKey(blob)]
     return cast("list[BlockKey]", np.frombuffer(blob, _KEY_DTYPE).tolist())
 
 

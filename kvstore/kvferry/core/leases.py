@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from kvferry.core.arena import ArenaMap
 from kvferry.core.errors import LeaseExpiredError
 from kvferry.core.keys import BlockKey
-from kvferry.core.segments import Slot
+from kvferry.core.segments import Slot, joined
 from kvferry.core.sessions import Session
 from kvferry.core.spec import KVSpec
 
@@ -208,6 +208,11 @@ class SlotReadLease(SlotLease):
         """The read-only bytes of block ``index``; tentative until :meth:`check`."""
         return super().view(index).toreadonly()
 
+    def views(self) -> list[memoryview]:
+        """All of :meth:`view` in order, in as few pieces as there can be."""
+        self.require_active()
+        return [self._owner.slot_view(slot).toreadonly() for slot in joined(self.slots)]
+
     def check(self) -> None:
         """Confirm that all that was read so far is right.
 
@@ -361,6 +366,10 @@ class LeaseTable(Generic[_LeaseT]):
             self._nbytes[session_id] = left
         else:
             self._nbytes.pop(session_id, None)
+
+    def is_due(self, now: float) -> bool:
+        """Whether :meth:`due` may find one; next to nothing to ask."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= now
 
     def due(self, now: float) -> list[_LeaseT]:
         """Active leases whose deadline is not after ``now``; each is named once."""

@@ -302,6 +302,11 @@ class BlockPool(BlockTable):
         """
         if not (self._read_blocks or self._fills or self._pins):
             return False
+        if not (
+            processes or self._pins or self._dropped or self._unheld
+            or self.reads.is_due(now) or self.writes.is_due(now)
+        ):  # fmt: skip
+            return False
         before = (len(self.reads), len(self.writes), self.quarantined_nbytes, self.held_nbytes)
         for read in self.reads.due(now):
             self.expired_leases += 1

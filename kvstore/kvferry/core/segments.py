@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import eq
 
@@ -67,6 +67,20 @@ class Slot:
     def slot_nbytes(self) -> int:
         """Bytes taken from the segment: ``nbytes`` rounded up to pages."""
         return pages_of(self.nbytes) * PAGE_NBYTES
+
+
+def joined(slots: Iterable[Slot]) -> list[Slot]:
+    """The same bytes in as few pieces as there can be: slots that lie side by side are one."""
+    found: list[Slot] = []
+    last, end = None, -1
+    for slot in slots:
+        if last is not None and slot.offset == end and slot.segment == last.segment:
+            end += slot.nbytes
+            found[-1] = Slot(last.segment, last.offset, end - last.offset, last.generation)
+        else:
+            found.append(slot)
+            last, end = slot, slot.offset + slot.nbytes
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class Reply(NamedTuple):
     message: Message
     payload: Sequence[Buf] = ()
     held: Sequence[SlotReadLease] = ()  # until it is sent
+    lent: bool = False  # whether the payload stays as it is until the client has it
 
 
 class Service:
@@ -152,7 +153,8 @@ class Service:
             return False
         nbytes = sum(map(len, cast("Sequence[memoryview]", reply.payload)))
         try:
-            self._channel.reply(incoming, reply.message, reply.payload, deadline=self._send_by(nbytes))
+            limit = self._send_by(nbytes)
+            self._channel.reply(incoming, reply.message, reply.payload, deadline=limit, lent=reply.lent)
         finally:
             for lease in reply.held:
                 with contextlib.suppress(KVFerryError):
@@ -262,7 +264,7 @@ class Service:
         self._session.add(message.lease, lease)
         if message.inline:
             loaded = d.Loaded(blocks=len(lease), expires_at=_moment(lease), lossy=_lossy(lease))
-            return Reply(loaded, [lease.view(index) for index in range(len(lease))])
+            return Reply(loaded, lease.views(), lent=True)  # the client ends the lease when it has them
         return Reply(
             d.Loaded(
                 blocks=len(lease),
@@ -287,7 +289,7 @@ class Service:
             lossy=_lossy(lease),
         )
         if inline and isinstance(lease, SlotReadLease):
-            return Reply(found, [lease.view(index) for index in range(len(lease))])
+            return Reply(found, lease.views())
         return Reply(found)
 
     # ---- writing ---------------------------------------------------------------------------------

@@ -48,9 +48,9 @@ _RIGHTS: Final[dict[type[Message], Right]] = {
     d.FlushStore: "write",
     d.WritePeer: "write",
 }
-_UNMETERED: Final = (
+_UNMETERED: Final = frozenset({
     d.CommitBlocks, d.OfferStaging, d.EndLeases, d.QuarantineLease, d.RenewLease, AttachArena, Ping,
-)  # fmt: skip
+})  # fmt: skip
 """What ends or keeps what was begun: to refuse it would only hold more for longer."""
 _READING: Final = ("prefetch", "has", "read")
 
@@ -69,15 +69,14 @@ def require_leave(grant: Grant, message: Message) -> None:
         AuthError: If it lacks the right.
         OverloadedError: If its tenant has used up its rate.
     """
+    right = _RIGHTS.get(type(message))
     if isinstance(message, (d.BlockVerb, d.AskPeer)):
-        right: Right | None = "read" if message.verb in _READING else "write"
-    else:
-        right = _RIGHTS.get(type(message))
-    if isinstance(message, d.OpenNamespace) and not grant.allows("write"):
+        right = "read" if message.verb in _READING else "write"
+    elif isinstance(message, d.OpenNamespace) and not grant.allows("write"):
         right = "read"  # either does: it is how one begins
-    if right is not None:
+    if right is not None and not grant.allows(right):
         grant.require(right, verb_of(message))
-    if not isinstance(message, _UNMETERED):
+    if type(message) not in _UNMETERED:
         try:
             grant.tenant.meter.admit()
         except OverloadedError:

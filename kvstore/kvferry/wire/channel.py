@@ -197,10 +197,11 @@ class Channel(ChannelState):
         return True
 
     def reply(
-        self, request: Incoming, message: Message, payload: Sequence[Buf] = (), *, deadline: float
-    ) -> None:
+        self, request: Incoming, message: Message, payload: Sequence[Buf] = (), *, deadline: float,
+        lent: bool = False,
+    ) -> None:  # fmt: skip
         """Send the answer to ``request``; otherwise as :meth:`send`."""
-        self.send(message, payload, deadline=deadline, request_id=request.request_id)
+        self.send(message, payload, deadline=deadline, request_id=request.request_id, lent=lent)
 
     def send_failure(self, error: KVFerryError, *, deadline: float, request_id: int = 0) -> None:
         """Tell the peer of ``error``; the errors are those of :meth:`send`."""

@@ -303,7 +303,7 @@ def test_another_reason_for_being_away_is_told(
     monkeypatch.setattr(cause, "_LEAST_S", 0.0)
     link = Link("tcp://127.0.0.1:9", ClientOptions(), label="peer tcp://127.0.0.1:9")
     for reason in ("connection refused", "connection refused", "the token is not valid"):
-        with link._cond:
+        with link._lock:
             link._leave(reason)
         link._tell()
         assert link._away_reason == reason

@@ -84,6 +84,6 @@ def test_an_idle_poll_asks_nobody_and_takes_no_lock(start: Start, monkeypatch: p
     with Client(daemon.addresses[0]) as client, monkeypatch.context() as patch:
         patch.setattr(client.link, "line", never)
         patch.setattr(client.mover, "cond", None)
-        patch.setattr(client.link, "_cond", None)
+        patch.setattr(client.link, "_lock", None)
         for _ in range(1000):
             assert client.poll() == []

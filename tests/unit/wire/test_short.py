@@ -23,7 +23,7 @@ from kvferry.core.errors import ConfigError, ConnectionClosedError, TransferTime
 from kvferry.core.native import native
 from kvferry.testing.threads import until_asleep
 from kvferry.transports import lanes
-from kvferry.transports.spin import DEFAULT_SPIN_S, UNIX_SPIN_S
+from kvferry.transports.spin import DEFAULT_SPIN_S
 from kvferry.wire import Channel, ChannelOptions
 from kvferry.wire import messages as m
 
@@ -67,7 +67,7 @@ def test_who_waits_looks_first_where_frames_come_fast(pair: Any, kind: str) -> N
     client, server = pair(kind)
     connection = server._connection.carrier
     for lane in getattr(connection, "bare_lanes", (connection,)):
-        assert lane.spin_s == (UNIX_SPIN_S if kind == "unix" else DEFAULT_SPIN_S)
+        assert lane.spin_s == DEFAULT_SPIN_S
         lane.spin_s = 30.0  # so that every wait of a slow machine is short
     server._open()
     until = deadline_in(20)  # nobody looks for up to some seconds where others want the processor

@@ -15,7 +15,7 @@ from kvferry.core.open_files import OUT_OF_FILES
 from kvferry.core.regular_file import open_regular
 from kvferry.core.units import parse_rate
 from kvferry.transports.ip import reason_of
-from kvferry.transports.spin import DEFAULT_SPIN_S, parse_spin
+from kvferry.transports.spin import TLS_SPIN_S, parse_spin
 
 __all__ = ["TlsAddress", "TlsSession", "handshake_error", "stream_error"]
 
@@ -116,7 +116,7 @@ class TlsAddress:
         options = parsed.options
         try:
             rate = parse_rate(options["rate"]) if "rate" in options else None
-            spin_s = parse_spin(options["spin"]) if "spin" in options else DEFAULT_SPIN_S
+            spin_s = parse_spin(options["spin"]) if "spin" in options else TLS_SPIN_S
         except ConfigError as error:
             raise ConfigError(f"address {text!r}: {error}") from error
         if "key" in options and "cert" not in options:

@@ -11,7 +11,7 @@ from typing import Final
 from kvferry.core.address import Address, parse_url
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_rate
-from kvferry.transports.spin import UNIX_SPIN_S, parse_spin
+from kvferry.transports.spin import DEFAULT_SPIN_S, parse_spin
 
 __all__ = ["UnixOptions", "parse_ids", "parse_unix", "peer_groups"]
 
@@ -66,7 +66,7 @@ def parse_unix(address: str) -> tuple[Address, UnixOptions]:
     options = parsed.options
     try:
         rate = parse_rate(options["rate"]) if "rate" in options else None
-        spin_s = parse_spin(options["spin"]) if "spin" in options else UNIX_SPIN_S
+        spin_s = parse_spin(options["spin"]) if "spin" in options else DEFAULT_SPIN_S
         uids, gids = (parse_ids(name, options.get(name)) for name in ("allow_uid", "allow_gid"))
     except ConfigError as error:
         raise ConfigError(f"address {address!r}: {error}") from error

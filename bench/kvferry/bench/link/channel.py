@@ -33,7 +33,7 @@ class Link:
         checksum: Whether payloads carry one.
         verify: Whether every byte of every operation is compared by who received it, within its time.
         peer_cpu_s: Processor seconds of the peer so far, where they are known.
-        lent: Whether what is put is lent to the kernel, as blocks that a client of the daemon saves.
+        lent: Whether what is put, and got, is lent to the kernel, as blocks between the daemon and a client.
 
     Attributes:
         operations: Operations so far.
@@ -142,7 +142,8 @@ class Link:
         asked = (operation, batch, verify)
         if asked != self._asked:
             self._asked = asked
-            self._request = Request(operation, self._nbytes, self._memory.walk_nbytes, batch, verify).fields
+            walk, lent = self._memory.walk_nbytes, self._lent
+            self._request = Request(operation, self._nbytes, walk, batch, verify, lent).fields
         return self._request
 
     def _get(self, channel: Channel, batch: int, deadline: float, *, verify: bool) -> int:

@@ -27,7 +27,7 @@ class Request(NamedTuple):
     """One operation: ``batch`` parts of ``nbytes`` each. Its message says from which number on.
 
     Both ends walk through ``walk_nbytes``, so that a number means the same part for both. ``verify`` has the
-    peer clear where it receives, and compare afterwards.
+    peer clear where it receives, and compare afterwards; ``lent`` has it lend what it sends to the kernel.
     """
 
     operation: Operation
@@ -35,6 +35,7 @@ class Request(NamedTuple):
     walk_nbytes: int
     batch: int = 1
     verify: bool = False
+    lent: bool = False
 
     def message(self, first: int) -> PutLayer:
         """As it travels, with the number of the first part."""
@@ -60,7 +61,7 @@ class Request(NamedTuple):
 # Remembered, since a bare socket beside it has next to nothing to prepare: what counts is the channel.
 @lru_cache(maxsize=256)
 def _request(fields: tuple[int, ...]) -> Request:
-    if len(fields) != 5 or fields[0] > 2:
+    if len(fields) != 6 or fields[0] > 2:
         raise ProtocolError("PutLayer is no request of a benchmark", remote=True)
-    operation, nbytes, walk_nbytes, batch, verify = fields
-    return Request(Operation(operation), nbytes, walk_nbytes, batch, bool(verify))
+    operation, nbytes, walk_nbytes, batch, verify, lent = fields
+    return Request(Operation(operation), nbytes, walk_nbytes, batch, bool(verify), bool(lent))

@@ -65,7 +65,8 @@ class LinkService:
         first = incoming.message.layer
         if request.operation is Operation.GET:
             answer = PutLayer(layer=first, blocks=())
-            channel.reply(incoming, answer, memory.numbered(first, request.batch), deadline=deadline)
+            parts = memory.numbered(first, request.batch)
+            channel.reply(incoming, answer, parts, deadline=deadline, lent=request.lent)
             return
         places = memory.places(request.batch, clear=request.verify)
         incoming.read_into(places, deadline)

@@ -152,12 +152,13 @@ static ssize_t channel_first(kvc_channel *c, const channel_lane *l, size_t end, 
     ssize_t n = -1;
     int there = 0;
     const double left_ns = deadline * 1e9 - (double)start;
+    const long switches = looks ? look_switches() : 0;
     const uint64_t most_ns = left_ns > (double)c->look.most_ns ? c->look.most_ns : left_ns > 0 ? (uint64_t)left_ns : 0;
     for (uint64_t last = start, now = start; looks && last - start < most_ns && !look_crowded(now); now = look_yield()) {
         n = channel_read(c, l, 0, end, MSG_DONTWAIT);
         there = n >= 0 || errno != EAGAIN;
         const int error = errno;
-        look_away(now - last, now, there);
+        look_away(now - last, now, there, switches);
         errno = error;
         if (there) break;
         last = now;

@@ -7,6 +7,7 @@
 
 #include <sched.h>
 #include <stdint.h>
+#include <sys/resource.h>
 #include <time.h>
 
 enum { LOOK_LATER = 2, LOOK_FEWEST_SKIPPED = 8, LOOK_MOST_SKIPPED = 1024 };
@@ -32,10 +33,18 @@ static uint64_t look_now(void) {
 
 static int look_crowded(uint64_t now) { return now < __atomic_load_n(&look_crowded_until, __ATOMIC_RELAXED); }
 
+// How often others ran on the processor of this thread, which would have gone on.
+static long look_switches(void) {
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? -1 : usage.ru_nivcsw;
+}
+
 // Others ran for `gap`, until `after`. If that was long, nobody looks for a while, twice as long as last time if that was
 // lately. `came`: what was looked for is there now, so it may have been the peer, who is welcome to this processor.
-static void look_away(uint64_t gap, uint64_t after, int came) {
-    if (gap > (came ? LOOK_PEER_NS : LOOK_GAP_NS) && !look_crowded(after)) {
+// `switches`: when the look began; if there are no more, the host of a virtual machine took the processor away, and from a
+// thread that sleeps it would have taken it, too.
+static void look_away(uint64_t gap, uint64_t after, int came, long switches) {
+    if (gap > (came ? LOOK_PEER_NS : LOOK_GAP_NS) && !look_crowded(after) && look_switches() != switches) {
         uint64_t off = __atomic_load_n(&look_off_ns, __ATOMIC_RELAXED) * 2;
         if (off < LOOK_OFF_NS || after - look_crowded_until > LOOK_MOST_OFF_NS) off = LOOK_OFF_NS;
         if (off > LOOK_MOST_OFF_NS) off = LOOK_MOST_OFF_NS;

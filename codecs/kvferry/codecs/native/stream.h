@@ -16,7 +16,7 @@
 #include "look.h"
 
 // Bytes of a call, and hashed at once: two windows are a stripe (lanes.py), else the end of each would cost a call of its own.
-enum { STREAM_WINDOW = 514 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 30000 };
+enum { STREAM_WINDOW = 514 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 100000 };
 // Fewer bytes at once are copied, which costs no more; and what the pipe has room for.
 enum { STREAM_LENT = 64 << 10, STREAM_PIPE = 1 << 20 };
 // Or an errno; mirrored in hashed.py. CROSSED: another socket is due, which never is for who gave all the room there is.
@@ -101,11 +101,12 @@ static uint64_t stream_add_trailer(kvc_stream *s, struct iovec *window, int *num
 static ssize_t stream_take(const kvc_stream *s, struct msghdr *message, int *waited) {
     *waited = 0;
     if (!(s->flags & MSG_DONTWAIT)) {
+        const long switches = look_switches();
         const uint64_t start = look_now();
         for (uint64_t last = start, now = start; last - start < STREAM_LOOK_NS && !look_crowded(now); now = look_yield()) {
             const ssize_t got = recvmsg(s->fd, message, (s->flags & ~MSG_WAITALL) | MSG_DONTWAIT);
             const int came = got >= 0 || errno != EAGAIN, error = errno;
-            look_away(now - last, now, came);
+            look_away(now - last, now, came, switches);
             errno = error;
             if (came) return got;
             last = now;
