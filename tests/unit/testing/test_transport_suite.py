@@ -91,6 +91,8 @@ class BrokenConnection(Connection):
     def _deadline(self, call: str, deadline: float) -> float:
         if self._fault == "nan_is_soon" and math.isnan(deadline):
             return time.monotonic() + 1
+        if self._fault == "text_is_soon" and isinstance(deadline, str):
+            return time.monotonic() + 1
         if self._fault == "far_overflows" and deadline > 1e12:
             raise OverflowError("timestamp out of range")
         if self._fault == "past_deadlines" and deadline < time.monotonic():
@@ -289,7 +291,8 @@ CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("deadline_of_send", "send_early", {}),
     ("deadline_of_accept", "accept_early", {}),
     ("past_deadline_fails_before_anything_is_moved", "past_deadlines", {}),
-    ("deadline_of_nan_is_refused", "nan_is_soon", {}),
+    ("what_is_no_deadline_is_refused", "nan_is_soon", {"given": math.nan}),
+    ("what_is_no_deadline_is_refused", "text_is_soon", {"given": "1"}),
     ("deadline_as_far_as_can_be", "far_overflows", {"deadline": float("inf"), "pool": POOL}),
     ("wait_readable", "always_readable", {"pool": POOL}),
     ("wait_readable", "never_readable", {"pool": POOL}),

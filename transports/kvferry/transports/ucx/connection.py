@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvferry.core.buffers import Buf, as_bytes_view, as_places
-from kvferry.core.clock import is_past
+from kvferry.core.clock import is_past, remaining
 from kvferry.core.errors import ConnectionClosedError, TransferTimeoutError
 from kvferry.transports.base import Connection
 from kvferry.transports.ucx.context import Context
@@ -77,8 +77,8 @@ class UcxConnection(Connection):
         guard.enter(self._name)
         try:
             with self._sending:
-                if not time.monotonic() < deadline:
-                    self._check(deadline, "sending")
+                if remaining(deadline) <= 0:
+                    raise self._late("sending")
                 if self._out.send_short(parts, deadline):
                     return
                 if self._in.lane is not None:
@@ -97,8 +97,8 @@ class UcxConnection(Connection):
         guard.enter(self._name)
         try:
             with self._receiving:
-                if not time.monotonic() < deadline:
-                    self._check(deadline, "receiving")
+                if remaining(deadline) <= 0:
+                    raise self._late("receiving")
                 found = self._in.receive_short(views, 0, deadline)
                 if type(found) is not int:
                     self._in.recv_into(views, deadline, found)
@@ -113,8 +113,8 @@ class UcxConnection(Connection):
         guard.enter(self._name)
         try:
             with self._receiving:
-                if not time.monotonic() < deadline:
-                    self._check(deadline, "receiving")
+                if remaining(deadline) <= 0:
+                    raise self._late("receiving")
                 found = self._in.receive_short((view,), minimum, deadline) if minimum else None
                 if type(found) is int:
                     return found
@@ -178,9 +178,8 @@ class UcxConnection(Connection):
         self._guard.leave()
         self._release()
 
-    def _check(self, deadline: float, doing: str) -> None:
-        if is_past(deadline):  # which refuses what is no number
-            raise TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
+    def _late(self, doing: str) -> TransferTimeoutError:
+        return TransferTimeoutError(f"{self._name}: the deadline passed while {doing}")
 
     def _release(self) -> None:
         """After the end: destroy the halves that no thread is inside; who is comes here when it leaves."""
