@@ -401,7 +401,7 @@ def test_mooncake_is_driven_as_its_engine_wants_and_its_failures_are_left_out(
 @pytest.mark.parametrize("tls", ["posix,cma", "tcp"])
 def test_bare_ucxx_moves_the_same(tls: str) -> None:
     with LinkEnds(WALK) as peers:
-        bare = peers.ucxx(tls, NBYTES)
+        bare = peers.of("ucx").bare_ucxx(tls, LinkMemory(NBYTES, WALK))
         assert bare.put(2, 3).nbytes == 6 * NBYTES
         assert bare.get(2, 3).nbytes == 6 * NBYTES
         places = bare._memory.places(4)

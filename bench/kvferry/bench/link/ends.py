@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvferry.bench.link.bare import BareLink, Certificates, Kind
 from kvferry.bench.link.memory import LinkMemory
-from kvferry.bench.link.peer import PeerProcess, bare_ports, open_servers
+from kvferry.bench.link.peer import BareKind, PeerProcess, bare_ports, open_servers
 from kvferry.bench.own_cpu import cpu_pair
 from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Ends", "LinkEnds", "make_certificates"]
 
 _WAIT_S = 60.0
+_UCXX: Final = "ucxx"
 _BARE: Mapping[str, tuple[str, Kind]] = {
     "tcp": ("raw_socket", "tcp"),
     "tls": ("bare_ssl", "tls"),
@@ -46,12 +47,25 @@ class Ends:
         cpu_s: Processor seconds of the process that serves it, if known.
         bare: The baseline's name, and what makes it with memory of this end.
         cpu: Of the end that measures, if each end has one of its own.
+        ucxx: Where bare UCXX is served, by the process of the subject.
     """
 
     address: str
     cpu_s: Callable[[], float] | None = None
     bare: tuple[str, Callable[[LinkMemory], BareLink]] | None = None
     cpu: int | None = None
+    ucxx: tuple[str, int] | None = None
+
+    def bare_ucxx(self, tls: str, memory: LinkMemory) -> UcxxLink:
+        """Bare UCXX over ``tls``, with the options and the window of the transport ``ucx``."""
+        from kvferry.bench.link.ucxx import UcxxLink
+        from kvferry.transports.ucx.lane import WINDOW
+        from kvferry.transports.ucx.settings import Options, context_config
+
+        assert self.ucxx is not None
+        assert self.cpu_s is not None
+        config = context_config(Options((("TLS", tls),)))
+        return UcxxLink(self.ucxx, config, WINDOW, memory, server_cpu_s=self.cpu_s)
 
 
 class LinkEnds:
@@ -67,7 +81,6 @@ class LinkEnds:
         self._address = address
         self._stack = contextlib.ExitStack()
         self._found: dict[tuple[str, str, bool], Ends] = {}
-        self._ucxx: PeerProcess | None = None
         self._redis: RedisServer | None = None
         self._folder: Path | None = None
         self._files: Certificates | None = None
@@ -124,39 +137,29 @@ class LinkEnds:
         where = f"{place}-bare" if kind == "unix" else "127.0.0.1"
         bare: tuple[tuple[Kind, str], ...] = ((kind, where),)
         # one process for both, so that they find the same memory; but UCX looks for progress without sleeping
-        apart = scheme == "ucx"
-        peer = self._process(listen=(url,), bare=() if apart else bare, certificates=certificates, cpu=there)
-        beside = self._process(bare=bare, cpu=there) if apart else peer
+        ucx = scheme == "ucx"
+        peer = self._process(
+            listen=(url,), bare=((_UCXX, where),) if ucx else bare, certificates=certificates, cpu=there
+        )
+        beside = self._process(bare=bare, cpu=there) if ucx else peer
         make = partial(
             BareLink, kind, beside.bare[0], certificates=certificates, server_cpu_s=beside.cpu_s
         )  # fmt: skip
-        return Ends(peer.addresses[0], peer.cpu_s, (name, make), here)
+        ucxx = peer.bare[0] if ucx else None
+        assert not isinstance(ucxx, str)
+        return Ends(peer.addresses[0], peer.cpu_s, (name, make), here, ucxx)
 
     def _process(
         self,
         *,
         listen: tuple[str, ...] = (),
-        bare: tuple[tuple[Kind, str], ...] = (),
+        bare: tuple[tuple[BareKind, str], ...] = (),
         certificates: Certificates | None = None,
         cpu: int | None = None,
     ) -> PeerProcess:
         found = PeerProcess(self._walk_nbytes, listen=listen, bare=bare, certificates=certificates, cpu=cpu)
         self._stack.callback(found.close)
         return found
-
-    def ucxx(self, tls: str, nbytes: int) -> UcxxLink:
-        """Bare UCXX over ``tls``, with the options and the window of the transport ``ucx``."""
-        from kvferry.bench.link.ucxx import UcxxLink
-        from kvferry.transports.ucx.lane import WINDOW
-        from kvferry.transports.ucx.settings import Options, context_config
-
-        if self._ucxx is None:
-            self._ucxx = PeerProcess(self._walk_nbytes, bare=(("ucxx", "127.0.0.1"),))
-            self._stack.callback(self._ucxx.close)
-        (address,) = self._ucxx.bare
-        assert isinstance(address, tuple)
-        config = context_config(Options((("TLS", tls),)))
-        return UcxxLink(address, config, WINDOW, nbytes, self._walk_nbytes, server_cpu_s=self._ucxx.cpu_s)
 
     def redis(self) -> int:
         """The port of a Valkey server of our own."""

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from kvferry import transports
 from kvferry.bench.link.bare import BareServer, Certificates, Kind
@@ -25,7 +25,9 @@ from kvferry.core.address import parse_url
 from kvferry.core.errors import KVFerryError
 from kvferry.wire import Channel, ChannelOptions, ChannelServer
 
-__all__ = ["BARE_CAPABILITY", "LinkServer", "PeerProcess", "bare_ports", "open_servers"]
+__all__ = ["BARE_CAPABILITY", "BareKind", "LinkServer", "PeerProcess", "bare_ports", "open_servers"]
+
+BareKind: TypeAlias = Kind | Literal["ucxx"]
 
 BARE_CAPABILITY = "bench-bare-"
 """A peer on another machine names the ports of its bare sockets so: ``bench-bare-tcp=40000``."""
@@ -108,7 +110,7 @@ class PeerProcess:
         walk_nbytes: int,
         *,
         listen: tuple[str, ...] = (),
-        bare: tuple[tuple[Kind | Literal["ucxx"], str], ...] = (),
+        bare: tuple[tuple[BareKind, str], ...] = (),
         certificates: Certificates | None = None,
         cpu: int | None = None,
     ) -> None:
@@ -170,7 +172,7 @@ def _serve(request: Mapping[str, object]) -> tuple[list[LinkServer], dict[str, o
         if kind == "ucxx":
             from kvferry.bench.link.ucxx import UcxxServer  # needs the extra
 
-            sockets.append((where, UcxxServer(where).port))
+            sockets.append((where, UcxxServer(where, pool).port))
             continue
         server = BareServer(kind, where if kind == "unix" else (where, 0), walk, certificates, pool)
         sockets.append((where, server.port))

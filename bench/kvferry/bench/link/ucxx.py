@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvferry.bench.bare_ucxx import BareUcxx
-from kvferry.bench.link.memory import LinkMemory, timed
+from kvferry.bench.link.memory import LinkMemory, MemoryPool, timed
 from kvferry.bench.results import Sample
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, KVFerryError
@@ -56,8 +56,7 @@ class UcxxLink:
         address: Of the :class:`UcxxServer`.
         config: Options of UCX by name without ``UCX_``.
         window: Messages that are posted at once.
-        nbytes: Of a part.
-        walk_nbytes: What each end walks through.
+        memory: Of this end; others may use it in turn with this.
         server_cpu_s: Processor seconds of the other end so far.
     """
 
@@ -66,21 +65,20 @@ class UcxxLink:
         address: tuple[str, int],
         config: Mapping[str, str],
         window: int,
-        nbytes: int,
-        walk_nbytes: int,
+        memory: LinkMemory,
         *,
         server_cpu_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._memory = LinkMemory(nbytes, walk_nbytes)
-        self._nbytes = nbytes
+        self._memory = memory
+        self._nbytes = memory.nbytes
         self._server_cpu_s = server_cpu_s
         self._end = BareUcxx(config, window)
         self._control = _Control(socket.create_connection(address, _WAIT_S))
         self._control.say(
             config=dict(config),
             window=window,
-            nbytes=nbytes,
-            walk_nbytes=walk_nbytes,
+            nbytes=memory.nbytes,
+            walk_nbytes=memory.walk_nbytes,
             address=self._end.address.hex(),
         )
         self._end.join(bytes.fromhex(self._control.hear()["address"]))
@@ -119,9 +117,15 @@ class UcxxLink:
 
 
 class UcxxServer:
-    """The other end: serves one connection after the other in a thread. Ends with its process."""
+    """The other end: serves one connection after the other in a thread. Ends with its process.
 
-    def __init__(self, host: str) -> None:
+    Args:
+        host: Where.
+        pool: Memory that others use in turn with this.
+    """
+
+    def __init__(self, host: str, pool: MemoryPool) -> None:
+        self._pool = pool
         self._listener = socket.create_server((host, 0))
         threading.Thread(target=self._accept, name="kvferry-bench-ucxx", daemon=True).start()
 
@@ -144,14 +148,22 @@ class UcxxServer:
         try:
             end.join(bytes.fromhex(hello["address"]))
             control.say(address=end.address.hex())
-            memory = LinkMemory(hello["nbytes"], hello["walk_nbytes"])
+            shared = self._pool.of(hello["nbytes"], hello["walk_nbytes"])
             while True:
                 request = control.hear()
-                for _ in range(request["count"]):
-                    if request["operation"] == "put":
-                        end.take(memory.places(request["batch"]), deadline_in(_WAIT_S))
-                    else:
-                        end.put(memory.parts(request["batch"])[1], deadline_in(_WAIT_S))
+                memory = shared.take()
+                try:
+                    _answer(end, request, memory)
+                finally:
+                    shared.give_back(memory)
                 control.say(done=True)
         finally:
             end.close()
+
+
+def _answer(end: BareUcxx, request: Mapping[str, Any], memory: LinkMemory) -> None:
+    for _ in range(request["count"]):
+        if request["operation"] == "put":
+            end.take(memory.places(request["batch"]), deadline_in(_WAIT_S))
+        else:
+            end.put(memory.parts(request["batch"])[1], deadline_in(_WAIT_S))

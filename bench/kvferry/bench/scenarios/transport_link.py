@@ -28,7 +28,7 @@ __all__ = ["Series", "Variant", "link_params", "measure", "run_link", "with_opti
 _ROUNDTRIP_NBYTES = 4096
 _UCX_TLS = ("posix,cma", "tcp")
 _ROUNDTRIP_WALK_NBYTES = 16 << 20
-_ON_OWN_CPU = ("subject", "one_lane", "one_message")
+_ON_OWN_CPU = ("subject", "one_lane", "one_message", "ucxx")
 _MOST_TURNS = 8
 _TURN_MESSAGES = 4  # at least; the first one finds a peer that was asleep
 _PINNED = ("tcp", "tls", "unix")  # with one lane: one thread at each end
@@ -181,7 +181,7 @@ def _movers(series: Series, nbytes: int, stack: contextlib.ExitStack) -> dict[st
         stack.callback(single.close)
         movers["one_lane"] = single
     if series.variant.tls and "ucxx" in options.alternatives and not options.address:
-        ucxx = series.peers.ucxx(series.variant.tls, nbytes)
+        ucxx = other.bare_ucxx(series.variant.tls, memory)
         stack.callback(ucxx.close)
         movers["ucxx"] = ucxx
     if series.scheme == "tcp" and "redis" in options.alternatives and not options.address:
