@@ -3,7 +3,8 @@
 Layers of the KV of a text go from one process to another over a connection that is limited to a rate. The
 figure is the time from the first layer until all blocks are stored. Every codec streams the same bytes in
 turn, once a run on a slow link, and on a fast one so often that a moment that is lost counts little;
-a run is the mean of these prompts. What was learnt stays from prompt to prompt.
+a run is the mean of these prompts. What was learnt stays from prompt to prompt, and the choice first has the
+link to itself for as long as it may take to follow a change of it.
 
 ``raw`` is a contender twice: what the second one differs by, in spite of being the same, is the noise.
 
@@ -41,6 +42,7 @@ __all__ = ["run_adaptive"]
 
 _WAIT_S = 300.0
 _SAMPLE_S = 0.4
+_SETTLE_S = 2.0
 _MOST_PROMPTS = 16  # of a small model's few bytes, each takes what a prompt takes besides them
 _FASTEST = 2e9  # bytes a second that processes on one machine move, about
 _AGAIN = "raw_again"
@@ -143,6 +145,7 @@ def _at_rate(
     try:
         streamers = {name: _Streamer(channel, source, c) for name, c in contenders.items()}
         subjects: dict[str, Callable[[], Sample]] = dict(streamers)
+        _settle(streamers["subject"])
         rounds = run_paired(
             subjects,
             runs=options.runs * prompts,
@@ -178,6 +181,12 @@ def _at_rate(
         "why": status.line(),
     }
     return summarise("codec.adaptive", params, "s", seconds, verified=verified)
+
+
+def _settle(streamer: _Streamer) -> None:
+    until = time.monotonic() + _SETTLE_S
+    while time.monotonic() < until:
+        streamer()
 
 
 def _means(values: Sequence[float], count: int) -> list[float]:
