@@ -1,4 +1,4 @@
-"""Certificates, and the two ends of a TLS connection."""
+"""Certificates, the two ends of a TLS connection, and of one over TCP that hashes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvferry.core.address import parse_url
 from kvferry.core.clock import deadline_in
 from kvferry.transports import connect, listen
 from kvferry.transports.base import Connection, Listener
+from kvferry.transports.hashed_socket import HashedSocketConnection
 from kvferry.transports.tls_connection import TlsConnection
 
 LONG_S = 30.0
@@ -111,4 +112,19 @@ def ends(listener: Listener, url: str = "") -> Iterator[tuple[TlsConnection, Tls
     ):
         assert isinstance(one, TlsConnection)
         assert isinstance(other, TlsConnection)
+        yield one, other
+
+
+@pytest.fixture
+def hashed_tcp() -> Iterator[tuple[HashedSocketConnection, HashedSocketConnection]]:
+    """Two ends over TCP, which hash what they move."""
+    with contextlib.ExitStack() as stack:
+        listener = listen("tcp://127.0.0.1:0")
+        one = connect(listener.address, deadline_in(20))
+        stack.callback(one.abort)
+        other = listener.accept(deadline_in(20))
+        stack.callback(other.abort)
+        listener.close()
+        assert isinstance(one, HashedSocketConnection)
+        assert isinstance(other, HashedSocketConnection)
         yield one, other

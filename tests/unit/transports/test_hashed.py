@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvferry import transports
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, ProtocolError, TransferTimeoutError
 from kvferry.testing.threads import until_asleep
@@ -40,17 +39,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(params=["tcp", "unix"])
 def pair(request: pytest.FixtureRequest, way: str) -> Iterator[Pair]:
     del way
-    if request.param == "unix":
-        here, there = socket.socketpair()
-        made: Pair = (unix(here), unix(there))
-    else:
-        listener = transports.listen("tcp://127.0.0.1:0")
-        one = transports.connect(listener.address, deadline_in(20))
-        other = listener.accept(deadline_in(20))
-        listener.close()
-        assert isinstance(one, HashedSocketConnection)
-        assert isinstance(other, HashedSocketConnection)
-        made = (one, other)
+    if request.param == "tcp":
+        yield request.getfixturevalue("hashed_tcp")
+        return
+    here, there = socket.socketpair()
+    made: Pair = (unix(here), unix(there))
     yield made
     for connection in made:
         connection.abort()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from xxhash import xxh3_64_digest
 
-from kvferry import transports
 from kvferry.core.buffers import page_aligned
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConnectionClosedError, KVFerryError, TransferTimeoutError
@@ -28,17 +26,9 @@ pytestmark = pytest.mark.skipif(value_stream() is None, reason="the native libra
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    listener = transports.listen("tcp://127.0.0.1:0")
-    one = transports.connect(listener.address, deadline_in(20))
-    other = listener.accept(deadline_in(20))
-    listener.close()
-    assert isinstance(one, HashedSocketConnection)
-    assert isinstance(other, HashedSocketConnection)
-    assert one.sends_values
-    yield one, other
-    one.abort()
-    other.abort()
+def pair(hashed_tcp: Pair) -> Pair:
+    assert hashed_tcp[0].sends_values
+    return hashed_tcp
 
 
 def received(connection: HashedSocketConnection, nbytes: int) -> Future[bytes]:
