@@ -72,6 +72,8 @@ class BrokenRegions(RegionTransport):
             self._leak.append(os.open("/dev/null", os.O_RDONLY))
         if self._fault == "read_only_windows" and view.readonly:
             view = memoryview(bytearray(view))
+        if self._fault == "takes_any_buffer":
+            view = memoryview(view)
         return BrokenWindow(self._inner.open_window(view, access), self._fault)
 
     def write(self, grant: bytes, parts: Sequence[RegionPart]) -> RegionTransfer:
@@ -148,6 +150,7 @@ CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("part_at_an_offset", "at_the_start", {}),
     ("batch_of_nothing", "no_empty_batch", {}),
     ("what_is_written_may_be_read_only", "no_read_only_source", {}),
+    ("memory_is_given_as_a_view", "takes_any_buffer", {}),
     ("many_threads_and_windows_at_once", "loses_some", {}),
     ("polled_completion", "done_at_once", {}),
     ("deadline_of_wait", "gives_up", {}),
