@@ -179,7 +179,6 @@ SOAK = [pytest.mark.soak, pytest.mark.timeout(1200)]
     ("way", "clients", "seconds"),
     [
         ("shared", 3, 1.0),
-        ("tcp", 3, 1.0),
         pytest.param("shared", 64, 300.0, marks=SOAK),
         pytest.param("copy", 16, 60.0, marks=SOAK),
         pytest.param("tcp", 16, 60.0, marks=SOAK),

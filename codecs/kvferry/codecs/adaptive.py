@@ -70,9 +70,11 @@ _TRIAL_LOSES_S: Final = 0.1
 _LONGEST_OLD_S: Final = 600.0
 _LONGEST_PAUSE_S: Final = 2.0
 _OTHER_LINK: Final = 2.0
-_QUIET_S: Final = 0.3
-"""Where raw is predicted to be the fastest, and its last window was as those before, nothing is learnt for so
-long: to look at each piece costs some percent where the cores are the limit."""
+_FIRST_QUIET_S: Final = 0.25
+"""Where raw stays in use, and the link has not become slower, nothing is learnt for so long, and twice as
+long each time that this is found again: to look at each piece costs 2 % where the cores are the limit."""
+_LONGEST_QUIET_S: Final = 1.0
+"""A change is to be followed within 2 s, of which some windows and a trial take their part."""
 _QUIET_SHARE: Final = 0.25
 """Of it, which is taken for traffic: how much there was is not counted."""
 _FAR_FROM_CORES: Final = 3.0
@@ -167,6 +169,7 @@ class AdaptiveChoice:
         self._used_windows = 0
         self._to_beat = 0.0  # what was used before it costs a byte
         self._quiet_until = -math.inf  # nothing is to be learnt, of what goes raw
+        self._quiet_s = _FIRST_QUIET_S  # the next time
         self._paused_until = 0.0  # nothing new is tried before so much traffic
         self._paused_link = 0.0  # on which link
 
@@ -263,9 +266,9 @@ class AdaptiveChoice:
                 current = self._cheapest(better)
         if current != self._chosen:
             self._switch(current, now, predicted[self._chosen])
-        elif current == RAW and min(predicted.values()) == predicted[RAW] and self._link.steady(_OTHER_FLOW):
-            self._quiet_until = now + _QUIET_S
-            self._traffic_s += _QUIET_S * _QUIET_SHARE
+        elif current == RAW:
+            waits = min(predicted.values()) < _GAIN * predicted[RAW]  # for a pause to end, or more windows
+            self._keep_quiet(now, same=not waits and not self._link.slower(_OTHER_FLOW))
         runner_up = min((n for n in predicted if n != current), key=lambda n: predicted[n], default=None)
         if runner_up is None:
             self._reason = "no candidate is measured yet"
@@ -273,6 +276,15 @@ class AdaptiveChoice:
             self._reason = (
                 f"predicted {predicted[current] * 1e9:.3g} s/GB, {runner_up} {predicted[runner_up] * 1e9:.3g}"
             )
+
+    def _keep_quiet(self, now: float, *, same: bool) -> None:
+        """Learn nothing for a while where raw stays as it was, the longer the oftener."""
+        if not same:
+            self._quiet_until, self._quiet_s = -math.inf, _FIRST_QUIET_S
+            return
+        self._quiet_until = now + self._quiet_s
+        self._traffic_s += self._quiet_s * _QUIET_SHARE
+        self._quiet_s = min(2 * self._quiet_s, _LONGEST_QUIET_S)
 
     def _probe_comes(self, candidate: _Candidate, now: float) -> bool:
         """Whether its first probe is still to tell something: what is tried first depends on all.
@@ -323,7 +335,7 @@ class AdaptiveChoice:
         if left is not None and left.flow.windows:
             self._judge(left, now, name)
         self._used_s, self._used_nbytes, self._used_windows = 0.0, 0, 0
-        self._quiet_until = -math.inf
+        self._keep_quiet(now, same=False)
         if name != RAW:
             self._candidates[name].flow.keep(_KEPT_WINDOWS)
         self._to_beat = min(cost, self._link.value)

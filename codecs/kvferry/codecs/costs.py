@@ -81,9 +81,9 @@ class FlowCost:
         """Whether windows are so many that there is no doubt any more."""
         return len(self._costs) >= _SETTLED_WINDOWS
 
-    def steady(self, factor: float) -> bool:
-        """Whether the last window is no further than ``factor`` from the value."""
-        return bool(self._costs) and self.value / factor <= self._costs[-1] <= self.value * factor
+    def slower(self, factor: float) -> bool:
+        """Whether the last window is above ``factor`` times the value."""
+        return bool(self._costs) and self._costs[-1] > self.value * factor
 
     def add(self, nbytes: float, seconds: float) -> bool:
         """A piece of ``nbytes`` was in place so long after the one before; whether a window is full."""

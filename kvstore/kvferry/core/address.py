@@ -199,8 +199,6 @@ def _parse_port(text: str, port: str) -> int:
         problem = (
             f"port {port!r} is not a number from 0 to 65535" if port else "the port after the ':' is missing"
         )
-        if "://" not in text and port[:1].isalpha():
-            problem += "; behind a scheme come two slashes, as in tcp://host:port"
         raise ConfigError(f"address {text!r}: {problem}")
     return int(port)
 

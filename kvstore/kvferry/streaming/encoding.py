@@ -249,6 +249,8 @@ class PartEncoder:
                 self._moved_nbytes, self._moved_s = 0, 0.0
                 each = max(now - last_at, _CLOCK_S) / len(marks)
                 self._acks_a_look = min(max(int(_REPORT_S / each), 1), _MOST_ACKS)
+                if self._resting and not self._choice.rests:
+                    self._choice.choose()  # decides, mostly that nothing is to be taken back
                 if not self._choice.rests:
                     self._take_back()
                 elif self._resting and now < self._choice.quiet_until:

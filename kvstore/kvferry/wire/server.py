@@ -301,7 +301,6 @@ class ChannelServer:
         # Whatever the handler did, nothing of this connection outlives its thread.
         if served.channel is None or not served.channel.closed:
             served.connection.close()
-        served.channel = None  # it keeps `served` by its options: its files would end only with garbage
         with self._lock:
             self._served.discard(served)
             self._arriving.remove(served)

@@ -32,19 +32,21 @@ def test_runs_are_interleaved_with_turning_order_and_warmups_do_not_count() -> N
     assert seen[-1] == ("x", 6, 6)
 
 
-def test_none_always_comes_first_or_behind_the_same_other_one() -> None:
+@pytest.mark.parametrize("names", ["abc", "abcd", "abcdef"])
+def test_none_comes_first_or_behind_another_more_often_than_any(names: str) -> None:
     order: list[str] = []
 
     def subject(name: str) -> Sample:
         order.append(name)
         return Sample(1.0)
 
-    run_paired({n: lambda n=n: subject(n) for n in "abcd"}, runs=8, warmup=0)  # type: ignore[misc]
-    rounds = ["".join(order[at : at + 4]) for at in range(0, 32, 4)]
-    assert all(sorted(one) == list("abcd") for one in rounds)
-    assert Counter(one[0] for one in rounds) == dict.fromkeys("abcd", 2)
-    behind = Counter(one[at : at + 2] for one in rounds for at in range(3))
-    assert all(behind[pair] == behind[pair[::-1]] for pair in behind)
+    count = len(names)
+    run_paired({n: lambda n=n: subject(n) for n in names}, runs=2 * count, warmup=0)  # type: ignore[misc]
+    rounds = ["".join(order[at : at + count]) for at in range(0, len(order), count)]
+    assert all(sorted(one) == list(names) for one in rounds)
+    assert Counter(one[0] for one in rounds) == dict.fromkeys(names, 2)
+    behind = Counter(one[at : at + 2] for one in rounds for at in range(count - 1))
+    assert behind == {a + b: 2 for a in names for b in names if a != b}
 
 
 def test_a_round_of_several_turns_is_one_sample() -> None:

@@ -53,6 +53,7 @@ class Link:
         self.now = 0.0
         self.choice = AdaptiveChoice(list(speeds), clock=lambda: self.now, cores=cores)
         self.probes = Counter[str]()
+        self.quiet_s = 0.0  # so long nothing was learnt
         self._last = ""
 
     def seconds(self, name: str) -> float:
@@ -73,6 +74,7 @@ class Link:
         while self.now - start < seconds:
             if self.now < self.choice.quiet_until:
                 self.now += self.seconds(RAW)
+                self.quiet_s += self.seconds(RAW)
                 names[RAW] += 1
                 self._last = ""
                 continue
@@ -129,6 +131,15 @@ def test_a_change_of_the_link_is_followed_within_two_seconds(slower: Mapping[str
         link.run(2.0)
         piece, names = link.run(1.0)
         assert piece <= 1.06 * link.seconds(link.best()), (rate, names)
+
+
+def test_little_is_learnt_while_raw_stays_though_another_may_be_as_good() -> None:
+    link = Link(4.0, {"ebp(bits=4)": Speed(1.33, 4.1, 4.1)}, {"ebp(bits=4)": 1.1})
+    link.run(3.0)
+    link.quiet_s = 0.0
+    _, names = link.run(8.0)
+    assert names[RAW] > 0.97 * names.total(), names
+    assert link.quiet_s > 0.97 * 8.0
 
 
 def test_what_is_not_measured_is_tried_with_few_pieces() -> None:

@@ -95,10 +95,10 @@ def test_nothing_is_asked_while_the_choice_rests_and_what_waits_comes_back(choic
     assert choice.told == 1
     assert not sender.ready, "a choice is made for each part again"
     sender.send(20)
-    assert choice.asked == 21
+    assert choice.asked == 22, "and one more, whether anything is to come back"
     choice.resting = True
     sender.send(8)
-    assert choice.asked == 22
+    assert choice.asked == 23
     assert sender.sent == sender.parts, "in order"
 
 

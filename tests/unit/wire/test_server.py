@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import pickle
 import random
@@ -9,7 +8,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from kvferry.core.errors import (
     CapacityError,
     ConnectError,
     ConnectionClosedError,
-    CorruptBlockError,
     KVFerryError,
     OverloadedError,
     ProtocolError,
@@ -389,29 +386,6 @@ def test_connections_that_come_and_go_leave_nothing(serve: Serve, until: Any, cy
     until(lambda: threading.active_count() <= threads)
     until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
     ping(server.address).close()
-
-
-@pytest.mark.parametrize("ends_badly", [False, True])
-def test_the_end_of_a_connection_is_that_of_its_channel(serve: Serve, until: Any, ends_badly: bool) -> None:
-    """Without the garbage collector, which comes seldom: a channel may have a pipe to lend payloads by."""
-    seen: list[weakref.ref[Channel]] = []
-
-    def handler(channel: Channel) -> None:
-        seen.append(weakref.ref(channel))
-        channel.receive(deadline_in(20))
-        if ends_badly:
-            raise CorruptBlockError("not this one")
-
-    gc.collect()
-    gc.disable()
-    try:
-        channel = Channel.connect(serve(handler).address, CLIENT, deadline_in(20))
-        channel.send(m.Ping(), deadline=deadline_in(20))
-        channel.linger(deadline_in(20))
-        channel.close()
-        until(lambda: seen[0]() is None)
-    finally:
-        gc.enable()
 
 
 def test_a_handler_that_does_not_end_is_named(
