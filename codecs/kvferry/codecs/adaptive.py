@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
+from kvferry.codecs.candidate import Candidate
 from kvferry.codecs.choice import RAW, CandidateStatus, ChoiceStatus
-from kvferry.codecs.costs import CallCost, FlowCost
+from kvferry.codecs.costs import FlowCost
 
 __all__ = ["RAW", "AdaptiveChoice", "CandidateStatus", "ChoiceStatus"]
 
@@ -50,8 +50,6 @@ _SAME: Final = 1.1
 """A first window no further from it is enough: what a look sends raw is slow where a pipeline pays."""
 _LOOK_LONG_WINDOWS: Final = 2
 _LONG_WINDOWS_S: Final = 0.05
-_FLOW_WINDOWS: Final = 100
-"""Of a pipeline in use: a second, since pipelines that differ by some percent are not told apart by less."""
 _TRIAL_WINDOWS: Final = 3
 """The median forgets one: the first, for which threads start and memory is new, or one without the cores."""
 _KEPT_WINDOWS: Final = 3
@@ -84,33 +82,6 @@ _LINK_BOUND: Final = 1.15
 would be seen to become faster without a look."""
 _OTHER_FLOW: Final = 1.25
 _SAME_LINK: Final = 1.5
-
-
-def _flow() -> FlowCost:
-    return FlowCost(_FLOW_WINDOWS)
-
-
-@dataclass(slots=True)
-class _Candidate:
-    name: str
-    encode: CallCost = field(default_factory=CallCost)
-    decode: CallCost = field(default_factory=CallCost)
-    flow: FlowCost = field(default_factory=_flow)  # in use, over all times that are not forgotten
-    size: float = 0.0  # encoded bytes a byte
-    promised: float = 0.0  # by the formula, when it was last in use
-    seen_link: float = 0.0  # the link then
-    seen_traffic_s: float = 0.0  # traffic up to then
-    forgotten_at: float = math.inf  # when what it cost in use says nothing any more
-    probed_at: float = -math.inf
-
-    @property
-    def known(self) -> bool:
-        return self.encode.count > 0 and self.decode.count > 0
-
-    @property
-    def work(self) -> float:
-        """Seconds a byte that both ends compute."""
-        return self.encode.value + self.decode.value
 
 
 class AdaptiveChoice:
@@ -149,7 +120,7 @@ class AdaptiveChoice:
         self._clock = clock
         self._cores = cores
         self._lock = threading.Lock()
-        self._candidates = {name: _Candidate(name) for name in candidates if name != RAW}
+        self._candidates = {name: Candidate(name) for name in candidates if name != RAW}
         self._link = FlowCost()  # seconds a byte on the link
         self._seen = FlowCost()  # the same, of the look at it that goes on
         self._seen_s = 0.0
@@ -203,7 +174,7 @@ class AdaptiveChoice:
         """Time up to which all goes raw, with nothing reported: the link was just seen to be the same."""
         return self._quiet_until
 
-    def _look_due(self, used: _Candidate) -> bool:
+    def _look_due(self, used: Candidate) -> bool:
         """Whether the link may have changed since it was seen without a codec in its way."""
         flow, looked = used.flow.value, self._looked_flow
         if not used.flow.windows:
@@ -235,7 +206,7 @@ class AdaptiveChoice:
                     return candidate.name
         return ""
 
-    def _due(self, candidate: _Candidate, now: float) -> bool:
+    def _due(self, candidate: Candidate, now: float) -> bool:
         if min(candidate.encode.count, candidate.decode.count) < _FIRST_PROBES:
             return True
         if now - candidate.probed_at < _PROBE_EVERY_S or self._paused():
@@ -286,7 +257,7 @@ class AdaptiveChoice:
         self._traffic_s += self._quiet_s * _QUIET_SHARE
         self._quiet_s = min(2 * self._quiet_s, _LONGEST_QUIET_S)
 
-    def _probe_comes(self, candidate: _Candidate, now: float) -> bool:
+    def _probe_comes(self, candidate: Candidate, now: float) -> bool:
         """Whether its first probe is still to tell something: what is tried first depends on all.
 
         Not for ever: where prompts are so short that lossy ones leave all of them alone, theirs tell nothing.
@@ -347,7 +318,7 @@ class AdaptiveChoice:
         self._chosen = name
         self._switches += 1
 
-    def _judge(self, left: _Candidate, now: float, to: str) -> None:
+    def _judge(self, left: Candidate, now: float, to: str) -> None:
         """What a trial lost is paid off before the next; what did well until now is soon tried again."""
         lost = self._used_s + _TRIAL_ENDS_S - self._used_nbytes * self._to_beat
         if lost > 0:
@@ -359,7 +330,7 @@ class AdaptiveChoice:
 
     # ---- predicting -----------------------------------------------------------------------------
 
-    def _predicted(self, candidate: _Candidate) -> float:
+    def _predicted(self, candidate: Candidate) -> float:
         """Seconds a byte, with the doubt that is left in its favour: that is what makes it worth a trial."""
         formula, flow = self._formula(candidate), candidate.flow
         if candidate.name == self._chosen:
@@ -370,7 +341,7 @@ class AdaptiveChoice:
             return formula * self._slower(candidate)
         return max(formula * self._slower_on_link(), candidate.work * self._strain())
 
-    def _limited_by_link(self, used: _Candidate) -> bool:
+    def _limited_by_link(self, used: Candidate) -> bool:
         return used.flow.value <= _LINK_BOUND * self._link.value * used.size
 
     def _slower_on_link(self) -> float:
@@ -389,23 +360,23 @@ class AdaptiveChoice:
             default=0.0,
         )
 
-    def _slower(self, seen: _Candidate) -> float:
+    def _slower(self, seen: Candidate) -> float:
         """How many times what was promised a pipeline cost in use, with the doubt in its favour."""
         doubts = _DOUBTS * (1.0 + (self._traffic_s - seen.seen_traffic_s) / _DOUBTS_GROW_S)
         return max(seen.flow.value / seen.promised / (1.0 + doubts * seen.flow.doubt), 1.0)
 
-    def _formula(self, candidate: _Candidate) -> float:
+    def _formula(self, candidate: Candidate) -> float:
         sending = self._link.value * candidate.size
         encode, decode = candidate.encode.value, candidate.decode.value
         return max(encode + sending, decode) if self._cores < 2 else max(encode, sending, decode)
 
-    def _forget(self, candidate: _Candidate, now: float) -> None:
+    def _forget(self, candidate: Candidate, now: float) -> None:
         """What a pipeline that is not in use did cost long ago, or on another link, says nothing."""
         if candidate.name == self._chosen or not candidate.promised:
             return
         before, link = candidate.seen_link, self._link.value
         if now >= candidate.forgotten_at or not before / _SAME_LINK <= link <= before * _SAME_LINK:
-            candidate.flow, candidate.promised = _flow(), 0.0
+            candidate.forget_flow()
 
     # ---- learning -------------------------------------------------------------------------------
 
@@ -473,7 +444,7 @@ class AdaptiveChoice:
             return _LOOK_LONG_WINDOWS
         return _LOOK_SAME_WINDOWS if same else _LOOK_WINDOWS
 
-    def _learn(self, candidate: _Candidate, now: float) -> None:
+    def _learn(self, candidate: Candidate, now: float) -> None:
         """What a pipeline costs in use says something of the link, and corrects what was predicted."""
         cost = candidate.flow.value
         on_link = cost - candidate.encode.value if self._cores < 2 else cost
@@ -494,15 +465,7 @@ class AdaptiveChoice:
             found = [CandidateStatus(RAW, 1.0, 0.0, 0.0, link * 1e9)]
             for c in self._candidates.values():
                 predicted = self._predicted(c) if c.known and self._link.windows else 0.0
-                found.append(
-                    CandidateStatus(
-                        c.name,
-                        1 / c.size if c.size else 0.0,
-                        1 / c.encode.value if c.encode.value else 0.0,
-                        1 / c.decode.value if c.decode.value else 0.0,
-                        predicted * 1e9,
-                    )
-                )
+                found.append(c.status(predicted))
             return ChoiceStatus(
                 self._chosen, self._reason, 1 / link if link else 0.0, tuple(found), self._switches
             )
