@@ -50,5 +50,11 @@ class Candidate:
 
     def status(self, predicted: float) -> CandidateStatus:
         """For people, with what it is predicted to cost; 0: not known."""
-        rates = (1 / cost if cost else 0.0 for cost in (self.size, self.encode.value, self.decode.value))
-        return CandidateStatus(self.name, *rates, predicted * 1e9)
+        size, encode, decode = self.size, self.encode.value, self.decode.value
+        return CandidateStatus(
+            self.name,
+            ratio=1 / size if size else 0.0,
+            encode_rate=1 / encode if encode else 0.0,
+            decode_rate=1 / decode if decode else 0.0,
+            predicted_s_per_gb=predicted * 1e9,
+        )
