@@ -6,6 +6,9 @@ import random
 import resource
 import signal
 import socket
+import struct
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -144,10 +147,29 @@ def test_the_pipe_goes_with_the_channel(pair: Any, spawn: Any) -> None:
 
 
 def test_a_deadline_while_the_peer_takes_nothing(two: tuple[Channel, Channel]) -> None:
+    """The kernel takes 16 pages after the other, and waits for each as long as it may for all."""
     client, _ = two
+    began = time.monotonic()
     with pytest.raises(TransferTimeoutError, match="sending"):
-        client.send(PUT, [bytes(32 << 20)], deadline=deadline_in(0.3), lent=True)
+        client.send(PUT, [bytes(32 << 20)], deadline=deadline_in(0.6), lent=True)
+    assert time.monotonic() - began < 1.0
     assert client.closed
+
+
+def test_what_was_lent_already_is_copied_where_no_call_may_wait_any_more(pair: Any, spawn: Any) -> None:
+    client, server = pair("tcp")
+    data, place = random.Random(4).randbytes(16 << 20), memoryview(bytearray(16 << 20))
+    client._connection._limit_wait(socket.SO_SNDTIMEO, deadline_in(1.2), "sending")
+    limit = client._connection._send_limit
+    assert limit >= 1.0
+    told = struct.pack("@ll", 0, 50_000)  # no call waits for as long as it is believed to
+    client._connection._guard.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, told)
+    began = time.monotonic()
+    sent = spawn(lambda: client.send(PUT, [data], deadline=began + limit + 0.2, lent=True))
+    threading.Event().wait(0.4)  # less than the limit is left then
+    server.receive(deadline_in(20)).read_into([place], deadline_in(20))
+    sent.result(20)
+    assert place == data
 
 
 def test_an_end_of_the_peer_raises_no_signal(two: tuple[Channel, Channel]) -> None:

@@ -11,14 +11,15 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "hash.h"
 #include "look.h"
 
 // Bytes of a call, and hashed at once: two windows are a stripe (lanes.py), else the end of each would cost a call of its own.
 enum { STREAM_WINDOW = 514 << 10, STREAM_LAST = 16 << 10, STREAM_PARTS = 132, STREAM_LOOK_NS = 100000 };
-// Fewer bytes at once are copied, which costs no more; and what the pipe has room for.
-enum { STREAM_LENT = 64 << 10, STREAM_PIPE = 1 << 20 };
+// Fewer bytes at once are copied, which costs no more; what the pipe has room for; what is in 16 pages at most.
+enum { STREAM_LENT = 64 << 10, STREAM_PIPE = 1 << 20, STREAM_SPLICED = 15 * 4096 };
 // Or an errno; mirrored in hashed.py. CROSSED: another socket is due, which never is for who gave all the room there is.
 enum { STREAM_DONE = 0, STREAM_ENDED = -1, STREAM_STRAY = -2, STREAM_SHORT = -3, STREAM_CROSSED = -4 };
 
@@ -79,11 +80,13 @@ static void stream_advance(kvc_stream *s, uint64_t nbytes, int hashes, const kvc
     }
 }
 
-static int stream_late(const kvc_stream *s) {
+static int stream_past(double until) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9 > s->until;
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9 > until;
 }
+
+static int stream_late(const kvc_stream *s) { return stream_past(s->until); }
 
 static uint64_t stream_least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -164,21 +167,37 @@ static int stream_lend(kvc_stream *s, const struct iovec *window, int number, co
     return 1;
 }
 
-// As sendmsg of what is in the pipe that ends in `from`; no signal comes of it.
-static ssize_t stream_splice(int from, int to, uint64_t nbytes, int send_flags) {
-    const unsigned flags = SPLICE_F_MORE | (send_flags & MSG_DONTWAIT ? SPLICE_F_NONBLOCK : 0);
+// As sendmsg, which waits, of what is in the pipe that ends in `from`; no signal comes of it. The limit of the socket holds for
+// each 16 pages that the system sends of it: no more of them go by one call, and none begins later than `until`.
+static ssize_t stream_splice(int from, int to, uint64_t nbytes, double until) {
     sigset_t broken, before, due;
     sigemptyset(&broken);
     sigaddset(&broken, SIGPIPE);
     sigpending(&due);
     pthread_sigmask(SIG_BLOCK, &broken, &before);
-    const ssize_t moved = splice(from, NULL, to, NULL, nbytes, flags);
+    ssize_t moved;
+    uint64_t all = 0, most;
+    do {
+        most = stream_least(nbytes - all, STREAM_SPLICED);
+        moved = splice(from, NULL, to, NULL, most, SPLICE_F_MORE);
+        if (moved > 0) all += (uint64_t)moved;
+    } while (moved == (ssize_t)most && all < nbytes && !stream_past(until));
     const int error = errno;
     const struct timespec now = {0, 0};
     if (moved < 0 && error == EPIPE && !sigismember(&due, SIGPIPE)) sigtimedwait(&broken, NULL, &now);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     errno = error;
-    return moved;
+    return all ? (ssize_t)all : moved;
+}
+
+// Whether there is a pipe for a call with these flags: where the socket's own limit is beyond the deadline a call must not wait,
+// and there is no such splice. What is in the pipe, of which `piped` bytes are due, is taken out and will be copied.
+static int stream_lends(const int *pipe, uint64_t piped, int send_flags) {
+    char gone[4096];
+    if (!(send_flags & MSG_DONTWAIT)) return 1;
+    for (ssize_t n; piped; piped -= (uint64_t)n)
+        if ((n = read(pipe[0], gone, stream_least(piped, sizeof gone))) <= 0) break;
+    return 0;
 }
 
 // Send all parts and their hash behind them.
@@ -190,8 +209,13 @@ static int stream_send(kvc_stream *s, const kvc_kernels *k) {
         int number = 0;
         if (!s->room) return STREAM_CROSSED;
         if (stream_late(s)) return STREAM_SHORT;
+        if (s->pipe && !stream_lends(s->pipe, s->piped, s->flags)) {
+            s->ahead += s->piped; // they are hashed
+            s->piped = 0;
+            s->pipe = NULL;
+        }
         if (s->piped) {
-            const ssize_t moved = stream_splice(s->pipe[0], s->fd, s->piped, s->flags);
+            const ssize_t moved = stream_splice(s->pipe[0], s->fd, s->piped, s->until);
             if (moved < 0) return errno;
             stream_advance(s, (uint64_t)moved, 0, k);
             s->piped -= (uint64_t)moved;

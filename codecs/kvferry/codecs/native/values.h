@@ -50,6 +50,15 @@ static void values_next(kvc_values *v, const kvc_kernels *k) {
     v->index++;
 }
 
+// Whether data goes by the pipe; if no more, what is in it is due again.
+static int values_lends(kvc_values *v) {
+    if (v->pipe[0] < 0) return 0;
+    if (stream_lends(v->pipe, v->piped, v->flags)) return 1;
+    if (v->piped) v->at += v->window - v->piped;
+    v->piped = 0;
+    return 0;
+}
+
 // The next bytes of the data, by reference, and hashed behind that, while the store reads them. 0, or a code.
 static int values_lend(kvc_values *v, const kvc_value *value, const kvc_kernels *k) {
     if (!v->piped) {
@@ -62,7 +71,7 @@ static int values_lend(kvc_values *v, const kvc_value *value, const kvc_kernels 
         v->window = v->piped = (uint64_t)taken;
         v->lent += v->window;
     }
-    const ssize_t moved = stream_splice(v->pipe[0], v->fd, v->piped, v->flags);
+    const ssize_t moved = stream_splice(v->pipe[0], v->fd, v->piped, v->until);
     if (moved < 0) return errno;
     v->piped -= (uint64_t)moved;
     v->moved += (uint64_t)moved;
@@ -113,11 +122,9 @@ static int values_copy(kvc_values *v, const kvc_value *value, int lends, const k
 static int values_send(kvc_values *v, const kvc_kernels *k) {
     while (v->index < v->count || v->tail_at < v->tail_nbytes) {
         const kvc_value *value = v->index < v->count ? &v->values[v->index] : NULL;
-        const int lends = value && v->pipe[0] >= 0 && value->nbytes >= VALUES_LENT;
+        const int lends = value && value->nbytes >= VALUES_LENT && values_lends(v);
         const int due = v->tail_at < v->tail_nbytes || !value || v->head_at < value->head_nbytes;
-        struct timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        if ((double)now.tv_sec + (double)now.tv_nsec * 1e-9 > v->until) return STREAM_SHORT;
+        if (stream_past(v->until)) return STREAM_SHORT;
         const int code = lends && !due ? values_lend(v, value, k) : values_copy(v, value, lends, k);
         if (code) return code;
     }
