@@ -30,7 +30,7 @@ _FEWEST_SKIPPED: Final = 8
 _MOST_SKIPPED: Final = 1024
 _GAP_S: Final = 100e-6
 _PEER_S: Final = 1e-3  # what is there now may be of the peer, who ran here meanwhile
-_OFF_S: Final = 0.1
+_OFF: Final = 32.0  # so many times as long as others ran, at first
 _MOST_OFF_S: Final = 3.2
 
 
@@ -60,10 +60,15 @@ class Crowd:
         """Whether nobody is to look at ``now``, a monotonic time."""
         return now < self._until
 
-    def noticed(self, now: float) -> None:
-        """Nobody looks for a while; for twice as long as last time, if that was lately."""
-        lately = now - self._until <= _MOST_OFF_S
-        self._off_s = min(max(2 * self._off_s, _OFF_S), _MOST_OFF_S) if lately else _OFF_S
+    def noticed(self, gap_s: float, now: float) -> None:
+        """Others ran for ``gap_s``: nobody looks for a while in proportion.
+
+        For twice as long as last time, if that is over for no longer than it was: then they always want it.
+        """
+        off_s = gap_s * _OFF
+        if now - self._until <= self._off_s:
+            off_s = max(off_s, 2 * self._off_s)
+        self._off_s = min(off_s, _MOST_OFF_S)
         self._until = now + self._off_s
 
 
@@ -109,7 +114,7 @@ class Look:
             os.sched_yield()
             now = time.monotonic()
             if now - before > _GAP_S and (now - before > _PEER_S or not there()):
-                self._crowd.noticed(now)
+                self._crowd.noticed(now - before, now)
                 break
         return True
 

@@ -12,7 +12,7 @@
 
 enum { LOOK_LATER = 2, LOOK_FEWEST_SKIPPED = 8, LOOK_MOST_SKIPPED = 1024 };
 enum { LOOK_GAP_NS = 100000, LOOK_PEER_NS = 1000000 };               // longer away means that others want the processor
-static const uint64_t LOOK_OFF_NS = 100000000, LOOK_MOST_OFF_NS = 3200000000; // then nobody looks for so long
+static const uint64_t LOOK_OFF = 32, LOOK_MOST_OFF_NS = 3200000000;   // then nobody looks for so many times as long
 
 // One direction of a connection; one thread at a time.
 typedef struct {
@@ -39,14 +39,17 @@ static long look_switches(void) {
     return getrusage(RUSAGE_THREAD, &usage) ? -1 : usage.ru_nivcsw;
 }
 
-// Others ran for `gap`, until `after`. If that was long, nobody looks for a while, twice as long as last time if that was
-// lately. `came`: what was looked for is there now, so it may have been the peer, who is welcome to this processor.
-// `switches`: when the look began; if there are no more, the host of a virtual machine took the processor away, and from a
+// Others ran for `gap`, until `after`. If that was long, nobody looks for a while: in proportion, so that who wants the
+// processor now and then costs a small part of the looks, and twice as long as last time if that is over for no longer than
+// it was, as of those who always want it. `came`: what was looked for is there now, so it may have been the peer, who is
+// welcome to this processor. `switches`: when the look began; if there are no more, the host of a virtual machine took the processor away, and from a
 // thread that sleeps it would have taken it, too.
 static void look_away(uint64_t gap, uint64_t after, int came, long switches) {
     if (gap > (came ? LOOK_PEER_NS : LOOK_GAP_NS) && !look_crowded(after) && look_switches() != switches) {
-        uint64_t off = __atomic_load_n(&look_off_ns, __ATOMIC_RELAXED) * 2;
-        if (off < LOOK_OFF_NS || after - look_crowded_until > LOOK_MOST_OFF_NS) off = LOOK_OFF_NS;
+        const uint64_t last = __atomic_load_n(&look_off_ns, __ATOMIC_RELAXED);
+        const uint64_t over = after - __atomic_load_n(&look_crowded_until, __ATOMIC_RELAXED);
+        uint64_t off = gap * LOOK_OFF;
+        if (over <= last && off < last * 2) off = last * 2;
         if (off > LOOK_MOST_OFF_NS) off = LOOK_MOST_OFF_NS;
         __atomic_store_n(&look_off_ns, off, __ATOMIC_RELAXED);
         __atomic_store_n(&look_crowded_until, after + off, __ATOMIC_RELAXED);
