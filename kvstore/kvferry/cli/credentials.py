@@ -79,10 +79,12 @@ def _limits(old: Limits | None, **given: str | None) -> Limits:
     for name, text in given.items():
         if text is not None:
             values[name] = None if text == "none" else _PARSERS[name](text)
-    try:
-        return msgspec.convert(values, Limits)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"the tenant's limits: {error}") from None
+            try:
+                msgspec.convert({name: values[name]}, Limits)
+            except msgspec.ValidationError as error:
+                what = str(error).partition(" - at ")[0].replace("Expected", "expected")
+                raise ConfigError(f"--{name} {text}: {what}") from None
+    return msgspec.convert(values, Limits)
 
 
 def _whole(text: str) -> int:

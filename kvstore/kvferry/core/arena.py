@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
@@ -80,6 +81,15 @@ def require_memory(capacity_nbytes: int, placement: Placement = ANYWHERE) -> Non
         )
 
 
+def _require_file_size(segment_nbytes: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < segment_nbytes:
+        raise ConfigError(
+            f"this process may make files of {limit} bytes, and a segment of its memory, which is one, takes "
+            f"{segment_nbytes}{_REMEDIES[errno.EFBIG]}, or lower the capacity (store.dram_capacity)"
+        )
+
+
 class Arena:
     """A list of segments of one tenant, grown on demand up to a hard capacity. Thread safe.
 
@@ -117,6 +127,8 @@ class Arena:
             )
         require_whole("segment_nbytes", segment_nbytes, least=1)
         require_memory(capacity_nbytes, placement)
+        if shared:
+            _require_file_size(min(capacity_nbytes, segment_nbytes))
         self.tenant = tenant
         self.placement = placement
         self._granule = placement.granule_nbytes

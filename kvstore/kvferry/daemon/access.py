@@ -63,7 +63,7 @@ def store_of(
     Raises:
         RequestError: If it is not there, or not the caller's, who is told of no tenant but his own.
     """
-    name = tenant or caller.tenant or DEFAULT_TENANT
+    name = (caller.tenant or DEFAULT_TENANT) if tenant is None else tenant
     store = stores.get(name)
     if store is not None and caller.may_touch(name):
         return name, store

@@ -159,7 +159,7 @@ def perform(daemon: Daemon, request: object, caller: Caller, reload: Callable[[]
     count, nbytes = store.evict(request.nbytes)
     text = f"{nbytes} bytes go from memory"
     if nbytes < request.nbytes:
-        text += f", of {request.nbytes} asked for: what else is there is leased or pinned"
+        text += f", of {request.nbytes} asked for: nothing else is there that is neither leased nor pinned"
     return AdminDone(done=nbytes >= request.nbytes, blocks=count, text=text)
 
 

@@ -310,7 +310,12 @@ class DaemonHttp:
             def act() -> AdminDone:
                 if client_is_gone(request.scope):  # it was told that this failed
                     raise RequestCancelledError(f"{verb} is not done: who asked for it has gone")
-                log.info("admin: %s by %s of %s", verb, _peer(request), caller.tenant or "the operator")
+                log.info(
+                    "admin: %s is asked for by %s of %s",
+                    verb,
+                    _peer(request),
+                    caller.tenant or "the operator",
+                )
                 return perform(self._daemon, wanted, caller, self._token.reload)
 
             return _json(await self._in_thread(act, _ADMIN_S))

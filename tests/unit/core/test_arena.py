@@ -1,6 +1,7 @@
 import fcntl
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -34,6 +35,18 @@ def test_slots_are_page_aligned_apart_and_counted() -> None:
     assert arena.used_nbytes == (1 + 1 + 2 + 3 + 1) * PAGE
     assert arena.free_nbytes == 8 * PAGE
     arena.close()
+
+
+def test_a_limit_of_file_sizes_below_a_segment_is_refused_at_once() -> None:
+    """And not with each save, for ever."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(ConfigError, match=rf"files of 40000 bytes.* takes {16 * PAGE}.*ulimit -f"):
+            Arena(16 * PAGE)
+        Arena(16 * PAGE, shared=False).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_freed_slot_is_told_apart_and_freed_once() -> None:

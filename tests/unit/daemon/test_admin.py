@@ -97,6 +97,10 @@ def test_clear_forgets_in_all_tiers(running: Running, admin: Port) -> None:
         admin.admin("clear", Clear(namespace="0" * 64))
     with pytest.raises(RequestError, match="no tenant 'other'"):
         admin.admin("clear", Clear(tenant="other"))
+    saved(running, 3)
+    with pytest.raises(RequestError, match="no tenant ''"):  # a variable of a shell that is not set
+        admin.admin("clear", Clear(tenant=""))
+    assert running.port.status().tenants[0].entries == 8
 
 
 def test_pinned_blocks_outlive_an_eviction_of_all(running: Running, admin: Port) -> None:
@@ -180,7 +184,7 @@ def test_the_admin_log_names_verb_and_peer(
 ) -> None:
     caplog.set_level(logging.INFO, "kvferry")
     admin.admin("evict", Evict(nbytes=1))
-    wait_until(lambda: "admin: evict by 127.0.0.1" in caplog.text)
+    wait_until(lambda: "admin: evict is asked for by 127.0.0.1" in caplog.text)
     assert running.token not in caplog.text
     assert running.token not in json.dumps(running.port.ask("GET", "/status").decode())
 
@@ -251,4 +255,6 @@ def test_evict_says_why_it_evicts_less(running: Running, admin: Port) -> None:
     with running.client.namespace(SPEC).load(keys, deadline=deadline_in(20)):
         done = admin.admin("evict", Evict(nbytes=1))
     assert not done.done
-    assert done.text == "0 bytes go from memory, of 1 asked for: what else is there is leased or pinned"
+    assert done.text == (
+        "0 bytes go from memory, of 1 asked for: nothing else is there that is neither leased nor pinned"
+    )

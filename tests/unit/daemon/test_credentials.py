@@ -215,7 +215,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["add", "x", "--right", "root"], "read, write, admin"),
         (["add", "x" * 200], "120 bytes"),
-        (["add", "x", "--dram", "1KiB"], "dram"),
+        (["add", "x", "--dram", "1KiB"], r"--dram 1KiB: expected `int` >= 1048576"),
+        (["add", "x", "--connections", "0"], r"--connections 0: expected `int` >= 1"),
         (["add", "x", "--requests", "many"], "many"),
         (["rotate", "0" * 12], "there is no credential"),
         (["remove", "--tenant", "x"], "there is no tenant"),
