@@ -22,7 +22,7 @@ from kvferry.client.registration import Registration
 from kvferry.client.unbegun import unbegun
 from kvferry.core.blockstore import Completion
 from kvferry.core.clock import checked_deadline, deadline_in
-from kvferry.core.errors import ConfigError, LeaseExpiredError
+from kvferry.core.errors import ConfigError, LeaseExpiredError, StoreError
 
 __all__ = ["AsyncClient", "AsyncJob", "AsyncView"]
 
@@ -48,6 +48,26 @@ class _Threads:
         self.client = client
         self.calls = ThreadPoolExecutor(client.link.options.max_connections, "kvferry-async-client")
         self.ends = ThreadPoolExecutor(_MOST_ENDS, "kvferry-async-client-ends")
+
+    def call(self, by: float, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
+        """Make a call that is over by ``by``.
+
+        Raises:
+            StoreError: If the client is closed.
+        """
+        try:
+            return self.calls.submit(call_by, by, verb, *args, **kwargs)
+        except RuntimeError:
+            raise StoreError(f"the client of {self.client.link.url} is closed") from None
+
+    def end(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
+        """Give something back; of a client that is closed that takes no time."""
+        try:
+            return self.ends.submit(verb, *args, **kwargs)
+        except RuntimeError:
+            done: Future[Any] = Future()
+            done.set_result(verb(*args, **kwargs))
+            return done
 
     def shutdown(self) -> None:
         """Wait for them."""
@@ -96,16 +116,16 @@ class AsyncView:
 
     async def _in_thread(self, name: str, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if name in _ENDS:
-            ended = asyncio.wrap_future(self._threads.ends.submit(verb, *args, **kwargs))
+            ended = asyncio.wrap_future(self._threads.end(verb, *args, **kwargs))
             return await asyncio.shield(ended)  # done also where this task is cancelled
         by = self._by(verb, args, kwargs)
-        future: Future[Any] = self._threads.calls.submit(call_by, by, verb, *args, **kwargs)
+        future = self._threads.call(by, verb, *args, **kwargs)
         asked = asyncio.wrap_future(future)
         try:
             await asyncio.wait([asked], timeout=max(0.0, by - time.monotonic()))
             if not asked.done() and future.cancel():  # its turn has not come
                 if isinstance(self._target, ClientWriteLease) and name != "renew":
-                    self._threads.ends.submit(self._target.abort)  # as after any commit without an answer
+                    self._threads.end(self._target.abort)  # as after any commit without an answer
                 arguments = _by_name(verb, args, kwargs)
                 return self._wrap(unbegun(self._threads.client, self._target, name, arguments))
             return self._wrap(await asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from kvferry.core.errors import (
     UnavailableError,
 )
 from kvferry.core.keys import BlockKey, split_keys
+from kvferry.core.nearest import shown
 from kvferry.core.paged_copy import BlockCopier
 from kvferry.core.runtime_folder import DAEMON_PORT, daemon_socket
 from kvferry.core.spec import KeyScope, KVSpec
@@ -45,6 +47,7 @@ def _with_port(url: str) -> str:
 
 
 _AWAY: Final = (TransportError, UnavailableError, OverloadedError)
+_LEASE_ID: Final = re.compile("[0-9a-fA-F]{1,16}")
 _POLL_PAUSE_S: Final = 0.02
 _PREFETCH_S: Final = 90.0  # longer than any prefetch
 
@@ -129,9 +132,12 @@ class Client:
         """The lease of that id, taken by another process of the session; ``None`` if it has ended.
 
         Raises:
+            ConfigError: If it is no such id.
             UnavailableError: If the daemon is away.
         """
         deadline = self.link.call_deadline()
+        if not isinstance(lease_id, str) or not _LEASE_ID.fullmatch(lease_id):
+            raise ConfigError(f"lease_id is {shown(lease_id)}, must be that of a lease: 1 to 16 hex digits")
         number = int(lease_id, 16)
         with self.link.line(deadline) as line:
             inline = not line.shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,11 +15,14 @@ from kvferry.core.blockstore import Lease
 from kvferry.core.clock import checked_deadline, time_left
 from kvferry.core.errors import KVFerryError, RequestCancelledError, TransferTimeoutError
 from kvferry.core.paged_copy import Copying, Event, Transfer
+from kvferry.core.values import require_whole
 
 if TYPE_CHECKING:
     from kvferry.client.registration import Registration
 
 __all__ = ["LATER", "NOW", "Job", "Piece"]
+
+log = logging.getLogger(__name__)
 
 _POLL_S: Final = 100e-6
 _TOGETHER_NBYTES: Final = 1 << 20
@@ -96,11 +100,20 @@ class Job(ABC):
         Returns:
             ``False`` if it will not be, or is not by the deadline; then :meth:`cancel`, or wait on, before
             the blocks are used otherwise.
+
+        Raises:
+            IndexError: If there is no such layer.
         """
+        self._require_layer(layer)
         with self._cond:
             while layer not in self._layers_done and not self._over and time.monotonic() < deadline:
                 self._cond.wait(time_left(deadline))
             return layer in self._layers_done
+
+    def _require_layer(self, layer: int) -> None:
+        require_whole("layer", layer)
+        if not 0 <= layer < len(self.registration.plan.layers):
+            raise IndexError(f"{self!r} has no layer {layer}")
 
     def wait(self, *, deadline: float) -> bool:
         """Wait until it is over; whether it is."""
@@ -166,7 +179,10 @@ class Job(ABC):
 
     def _finish(self) -> None:
         """Called once, by who claimed it, with nothing under way."""
-        self._give_up_lease()
+        try:
+            self._give_up_lease()
+        except Exception:  # of a store of others: the job is over all the same
+            log.warning("%r: giving back its lease", self, exc_info=True)
         with self._cond:  # who waits for the end, or for there being no jobs, finds its completion
             self._pieces.clear()
             self._over = True
@@ -300,7 +316,7 @@ class Job(ABC):
     def _keep_lease(self, now: float) -> None:
         if now >= self._renew_at and not self._renewing:
             self._renewing, self._renew_at = True, _NEVER
-            self._mover.ask(self._renew)
+            self._mover.ask(self, self._renew)
 
     def _renew(self) -> None:
         lease = self._lease_to_renew()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.client.blocks import Blocks, OwnBlocks, StagedBlocks
+from kvferry.core.clock import checked_deadline
 from kvferry.core.errors import KVFerryError, LeaseExpiredError, StoreError, TransportError, UnavailableError
 from kvferry.core.keys import BlockKey
 from kvferry.core.leases import checked_indexes
@@ -290,14 +291,13 @@ class ClientWriteLease(_ClientLease):
         except LeaseExpiredError:
             self.abort()
             raise
+        deadline = self._link.call_deadline() if deadline is None else checked_deadline(deadline)
         if self._writings:
             raise StoreError(f"{self!r}: commit with {self._writings} writing() open; close them first")
         if not self._finish("it was committed"):
             raise LeaseExpiredError(f"write lease {self.lease_id} has ended: {self._over}")
         if not self.keys:
             return 0, _NEVER
-        if deadline is None:
-            deadline = self._link.call_deadline()
         try:
             return self._ask_commit(deadline, publish, payload)
         except BaseException as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvferry.client.jobs import LATER, NOW, Job, Piece
 from kvferry.core.blockstore import Lease, ReadLease
 from kvferry.core.clock import time_left
-from kvferry.core.errors import KVFerryError, LeaseExpiredError
+from kvferry.core.errors import KVFerryError
 from kvferry.core.paged_copy import Event, OrderedCopying, Transfer
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class LoadJob(Job):
         return NOW
 
     def _give_up_lease(self) -> None:
-        with contextlib.suppress(LeaseExpiredError):  # each piece was checked after it was read
+        with contextlib.suppress(KVFerryError):  # each piece was checked after it was read
             self._lease.release()
 
     def _lease_to_renew(self) -> Lease | None:

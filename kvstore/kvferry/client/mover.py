@@ -49,7 +49,7 @@ class BlockMover:
         self._copiers: dict[str, BlockCopier] = {"cpu": HostCopier(), **(copiers or {})}
         self._loads: dict[Job, None] = {}
         self._saves: dict[Job, None] = {}
-        self._asks: deque[Callable[[], None]] = deque()
+        self._asks: deque[tuple[Job, Callable[[], None]]] = deque()
         self._asked = threading.Condition()
         self._completions: deque[Completion] = deque(maxlen=_MOST_COMPLETIONS)
         self._woken = False
@@ -157,10 +157,10 @@ class BlockMover:
             self._woken = True  # it may have been the last that a closed mover waits for
             self.cond.notify_all()
 
-    def ask(self, question: Callable[[], None]) -> None:
-        """Have something asked of the store by the thread that may wait for it."""
+    def ask(self, job: Job, question: Callable[[], None]) -> None:
+        """Have something asked of the store for a job by the thread that may wait for it."""
         with self._asked:
-            self._asks.append(question)
+            self._asks.append((job, question))
             self._asked.notify()
 
     def wake(self) -> None:
@@ -199,9 +199,8 @@ class BlockMover:
             except KVFerryError as error:
                 job.fail(error)
                 wait = 0.0
-            except Exception as error:
-                log.warning("%r failed", job, exc_info=True)
-                job.fail(StoreError(f"{job!r}: {error!r}"))
+            except BaseException as error:  # noqa: BLE001 - thread root: whatever an engine's event raises
+                self._failed(job, error)
                 wait = 0.0
             if wait == 0:
                 return 0.0
@@ -215,8 +214,13 @@ class BlockMover:
                     if self._closed:
                         return
                     self._asked.wait(1.0)
-                question = self._asks.popleft()
+                job, question = self._asks.popleft()
             try:
                 question()
-            except Exception:
-                log.exception("asking the store for a job")
+            except BaseException as error:  # noqa: BLE001 - thread root: whatever a store of others raises
+                self._failed(job, error)
+
+    def _failed(self, job: Job, error: BaseException) -> None:
+        """End a job by an error that nobody expected; the threads go on for the others."""
+        log.warning("%r failed", job, exc_info=error)
+        job.fail(StoreError(f"{job!r}: {error!r}"))

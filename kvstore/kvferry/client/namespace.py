@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["ClientNamespace"]
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _AWAY: Final = (TransportError, UnavailableError, OverloadedError)
 _MARGIN_S: Final = (0.05, 1.0)
@@ -113,7 +116,8 @@ class ClientNamespace:
     def load(self, keys: Sequence[BlockKey], *, deadline: float) -> ClientReadLease:
         """Lease the longest stored prefix of ``keys``: views of the daemon's memory where that is mapped.
 
-        Else its bytes are received into memory of this process. An empty lease if the daemon is away.
+        Else its bytes are received into memory of this process. An empty lease if the daemon is away, or if
+        they came damaged.
         """
         keys = require_keys(keys)
         limit = self._limit(checked_deadline(deadline))
@@ -123,7 +127,10 @@ class ClientNamespace:
             return self._twice(lambda: self._load(keys, limit))
         except _AWAY:
             self._link.count("missed_loads")
-            return ClientReadLease(self._link, self.spec, ())
+        except CorruptBlockError as error:
+            self._link.count("corrupt_loads")
+            log.warning("%s: a load is a miss: %s", self._link.url, error)
+        return ClientReadLease(self._link, self.spec, ())
 
     def _load(self, keys: Sequence[BlockKey], limit: float) -> ClientReadLease:
         number = self._link.new_number()

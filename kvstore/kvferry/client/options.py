@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Final, cast
 
-from kvferry.core.values import require_number, require_whole
+from kvferry.core.errors import ConfigError
+from kvferry.core.values import require_bool, require_number, require_text, require_whole
 
 __all__ = ["ClientCounters", "ClientOptions"]
+
+_LONGEST_S: Final = 86400.0
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,22 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "call_timeout_s", "first_pause_s", "last_pause_s"):
-            require_number(name, cast("float", getattr(self, name)), above=0)
+            require_number(name, cast("float", getattr(self, name)), above=0, most=_LONGEST_S)
+        for name in ("trusted_network", "checksum", "share_memory"):
+            require_bool(name, getattr(self, name))
+        for name in ("session", "role"):
+            require_text(name, getattr(self, name))
+        if self.token_file is not None:
+            require_text("token_file", self.token_file)
+        # not shown: it may be the token
+        if self.credential is not None and not isinstance(self.credential, bytes):
+            kind = type(self.credential).__name__
+            raise ConfigError(f"credential is of type {kind}, must be bytes (of a text: .encode()), or None")
         require_whole("max_connections", self.max_connections, least=1)
         require_whole("kept_nbytes", self.kept_nbytes, least=0)
         require_whole("staging_nbytes", self.staging_nbytes, least=0)
+        if self.max_mapped_nbytes is not None:
+            require_whole("max_mapped_nbytes", self.max_mapped_nbytes, least=1)
 
 
 @dataclass(slots=True)
@@ -72,6 +87,7 @@ class ClientCounters:
         restarts: How often it was another run of the daemon then.
         missed_lookups: Lookups answered with misses because it was away.
         missed_loads: Loads, the same.
+        corrupt_loads: Loads answered with misses because their bytes came damaged.
         refused_saves: Saves and reservations refused because it was away.
         refused_blocks: Their blocks.
         timeouts: Calls that had no answer by their deadline.
@@ -84,6 +100,7 @@ class ClientCounters:
     restarts: int = 0
     missed_lookups: int = 0
     missed_loads: int = 0
+    corrupt_loads: int = 0
     refused_saves: int = 0
     refused_blocks: int = 0
     timeouts: int = 0

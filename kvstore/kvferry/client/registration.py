@@ -13,9 +13,10 @@ from kvferry.client.load_job import LoadJob
 from kvferry.client.save_job import SaveJob
 from kvferry.core.blockstore import Namespace, ReadLease, WriteLease
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.core.keys import BlockKey, require_keys
-from kvferry.core.paged_copy import Event, checked_pages
+from kvferry.core.keys import BlockKey, require_key, require_keys
+from kvferry.core.paged_copy import Event, checked_pages, require_event
 from kvferry.core.regions import RegionPlan
+from kvferry.core.values import require_whole
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -70,13 +71,17 @@ class Registration:
 
         Raises:
             ConfigError: For a block that was not registered, or twice the same, fewer of them than the
-                lease has, or an unknown order. The lease stays the caller's.
+                lease has, an unknown order, or what is no read lease of blocks of this spec. The lease stays
+                the caller's.
             LeaseExpiredError: If the lease has ended.
             StoreError: If it is closed.
         """
         self._require_open()
         if order not in _ORDERS:
             raise ConfigError(f"order {order!r}: take one of {', '.join(_ORDERS)}")
+        self._require_lease(job, lease)
+        require_whole("first", first)
+        require_event("after", after)
         checked_pages(self.plan, block_ids)
         if len(set(block_ids)) != len(block_ids):
             raise ConfigError(f"load {job!r} names a block twice among {len(block_ids)}")
@@ -115,6 +120,8 @@ class Registration:
                 "and only whole blocks are stored; save under the spec of the rank that has the pages"
             )
         keys = require_keys(keys)
+        if parent is not None:
+            require_key(parent, "parent")
         checked_pages(self.plan, block_ids)
         if len(set(keys)) != len(block_ids) or len(keys) != len(block_ids):
             raise ConfigError(f"save {job!r}: {len(set(keys))} different keys, {len(block_ids)} block ids")
@@ -138,6 +145,16 @@ class Registration:
     def _require_open(self) -> None:
         if self._closed:
             raise StoreError(f"{self!r} is closed")
+
+    def _require_lease(self, job: str, lease: object) -> None:
+        """Refuse what would end the job once it is under way, or fill pages with the KV of another model."""
+        if not all(callable(getattr(lease, name, None)) for name in ("view", "check", "release")):
+            raise ConfigError(f"load {job!r} needs a read lease, from load() of the namespace; not {lease!r}")
+        spec = getattr(lease, "spec", self.namespace.spec)
+        if spec != self.namespace.spec:
+            raise ConfigError(
+                f"load {job!r}: the lease has blocks of {spec!r}, these pages are for {self.namespace.spec!r}"
+            )
 
     def _take(self, job: Job) -> None:
         self._jobs.add(job)

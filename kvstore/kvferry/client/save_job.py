@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvferry.client.jobs import LATER, Job, Piece
 from kvferry.core.blockstore import Lease, WriteLease
-from kvferry.core.errors import KVFerryError
+from kvferry.core.errors import KVFerryError, StoreError
 from kvferry.core.keys import BlockKey
-from kvferry.core.paged_copy import Event, Transfer
+from kvferry.core.paged_copy import Event, Transfer, require_event
 
 if TYPE_CHECKING:
     from kvferry.client.registration import Registration
@@ -51,15 +51,16 @@ class SaveJob(Job):
         has returned. Given again, or after the end, it changes nothing.
 
         Raises:
+            ConfigError: If ``event`` is none.
             IndexError: If there is no such layer.
         """
-        count = len(self.registration.plan.layers)
-        if not 0 <= number < count:
-            raise IndexError(f"{self!r} has no layer {number}")
+        self._require_layer(number)
+        require_event("event", event)
         self._give([number], event)
 
     def all_layers(self, event: Event | None = None) -> None:
         """:meth:`layer` of those that were not given yet."""
+        require_event("event", event)
         self._give(range(len(self.registration.plan.layers)), event)
 
     def _give(self, numbers: Sequence[int], event: Event | None) -> None:
@@ -77,7 +78,7 @@ class SaveJob(Job):
 
     def begin(self) -> None:
         """Ask for slots; nothing waits for them."""
-        self._mover.ask(self._reserve)
+        self._mover.ask(self, self._reserve)
 
     def _reserve(self) -> None:
         if self._over or self._ending:
@@ -95,8 +96,10 @@ class SaveJob(Job):
             views = [lease.view(index) for index in range(len(lease))]
             pages = [places[key] for key in lease.keys]
             transfer = Transfer(self.registration.plan, pages, views, to_pages=False)
-        except KVFerryError as error:
+        except BaseException as error:
             lease.abort()
+            if not isinstance(error, KVFerryError):
+                raise
             self.fail(error)
             return
         with self._cond:
@@ -121,7 +124,7 @@ class SaveJob(Job):
             if self._lease is None or not all_read or self._committing or self._ending:
                 return LATER
             self._committing = True
-        self._mover.ask(self._commit)
+        self._mover.ask(self, self._commit)
         return LATER
 
     def _is_past_region(self) -> bool:
@@ -134,9 +137,13 @@ class SaveJob(Job):
             self._committed = True
         except KVFerryError as error:
             self.error = error
-        with self._cond:
-            self._claimed = True
-        self._finish()
+        except BaseException as error:
+            self.error = StoreError(f"{self!r}: {error!r}")
+            raise
+        finally:
+            with self._cond:
+                self._claimed = True
+            self._finish()
 
     def _give_up_lease(self) -> None:
         if self._lease is not None and not self._committed:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvferry.core.buffers import ByteArray, address_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.native import native
+from kvferry.core.nearest import shown
 from kvferry.core.regions import Part, RegionPlan
 
 __all__ = [
@@ -98,17 +99,27 @@ class Transfer:
         return len(self.pages)
 
 
+def require_event(name: str, event: object) -> None:
+    """Refuse what cannot be asked whether it is done.
+
+    Raises:
+        ConfigError: With the name of the argument.
+    """
+    if event is not None and not callable(getattr(event, "query", None)):
+        raise ConfigError(f"{name} is {event!r}, must be an event (with query()), or None")
+
+
 def checked_pages(plan: RegionPlan, pages: Sequence[int]) -> npt.NDArray[np.uint64]:
     """Numbers of pages as C has them.
 
     Raises:
         ConfigError: If one is not there.
     """
-    if len(pages) == 0:
-        return np.empty(0, np.uint64)
     found = np.asarray(pages)
+    if found.ndim == 1 and not len(found):
+        return np.empty(0, np.uint64)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ConfigError("the numbers of pages are a row of whole numbers")
+        raise ConfigError(f"the numbers of pages are a row of whole numbers, not {shown(pages)}")
     if found.min() < 0 or found.max() >= plan.blocks:
         wrong = next(int(page) for page in found if not 0 <= page < plan.blocks)
         raise ConfigError(f"page {wrong} is none of the {plan.blocks} that were registered")
