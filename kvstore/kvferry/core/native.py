@@ -22,7 +22,7 @@ from kvferry.core.open_files import require_descriptors
 
 __all__ = ["ABI", "Native", "load", "native"]
 
-ABI: Final = 10
+ABI: Final = 11
 """Version of the functions and their arguments; a library of another one is not used."""
 _VARIABLE: Final = "KVFERRY_NATIVE"
 _NAME: Final = "libkvferry_native.so"

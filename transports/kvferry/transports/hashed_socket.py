@@ -13,6 +13,7 @@ from kvferry.core.clock import remaining
 from kvferry.core.errors import ConnectionClosedError, KVFerryError
 from kvferry.transports.guard import GuardedSocket
 from kvferry.transports.hashed import AGAIN, ENDED, STRAY, HashedStream, hashed_stream
+from kvferry.transports.replies import Ahead, Form, ReplyStream, Taken, reply_stream
 from kvferry.transports.sockets import SocketConnection
 from kvferry.transports.streams import sending
 from kvferry.transports.values import Value, ValueStream, value_stream
@@ -50,6 +51,7 @@ class HashedSocketConnection(SocketConnection):
         self._outgoing: HashedStream | None = None  # made when first used: most lanes never do
         self._incoming: HashedStream | None = None
         self._values: ValueStream | None = None
+        self._replies: ReplyStream | None = None
 
     @property
     def bare(self) -> GuardedSocket | None:
@@ -118,6 +120,49 @@ class HashedSocketConnection(SocketConnection):
             stream.end()
             guard.leave()
 
+    @property
+    def receives_values(self) -> bool:
+        """Whether :meth:`recv_values` can be called: as of :attr:`sends_values`."""
+        if self._replies is None and self.bare is not None:
+            self._replies = reply_stream()
+        return self._replies is not None
+
+    def recv_values(
+        self, form: Form, views: Sequence[memoryview], ahead: Ahead, deadline: float
+    ) -> list[Taken]:
+        """Receive values of one form, the data of each into one of ``views``.
+
+        Args:
+            form: Of all of them.
+            views: As large as their data.
+            ahead: What was received before; its buffer has room for start and prefix at least. What follows
+                on the last value that was taken, as far as that has come, lies there afterwards.
+            deadline: Of the whole call.
+
+        Returns:
+            What came, in order: fewer than ``views`` if the next one is of another form. Raises as
+            :meth:`recv_into`.
+        """
+        stream = self._replies
+        assert stream is not None
+        guard = self._guard
+        guard.enter(self._name)
+        try:
+            self._limit_wait(socket.SO_RCVTIMEO, deadline, "receiving values")
+            fd, until = guard.sock.fileno(), deadline - self._recv_limit
+            code = stream.receive(fd, self.receive_flags, form, views, ahead, until)
+            while code and code != stream.OTHER:
+                if code not in AGAIN:
+                    raise self._broken(stream, code)
+                self._wait_more(stream, deadline)
+                code = stream.go_on(ahead, deadline - self._recv_limit)
+            if guard.closed:
+                raise self._ended(*stream.progress)
+            return stream.taken
+        finally:
+            stream.end()
+            guard.leave()
+
     def recv_hashed(self, start: bytes, views: Sequence[memoryview], deadline: float) -> tuple[int, int]:
         """See :meth:`Connection.recv_hashed`."""
         stream = self._incoming
@@ -144,13 +189,13 @@ class HashedSocketConnection(SocketConnection):
         finally:
             guard.leave()
 
-    def _wait_more(self, stream: HashedStream, deadline: float) -> None:
+    def _wait_more(self, stream: HashedStream | ReplyStream, deadline: float) -> None:
         got, wanted = stream.progress
         if self._guard.closed:
             raise self._ended(got, wanted)
         self._limit_wait(socket.SO_RCVTIMEO, deadline, f"receiving, {got} of {wanted} bytes had come")
 
-    def _broken(self, stream: HashedStream, code: int) -> KVFerryError:
+    def _broken(self, stream: HashedStream | ReplyStream, code: int) -> KVFerryError:
         if self._guard.closed or code == ENDED:
             return self._ended(*stream.progress)
         if code == STRAY:

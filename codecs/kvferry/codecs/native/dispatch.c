@@ -6,6 +6,7 @@
 #include "hash.h"
 #include "kvc.h"
 #include "pages.h"
+#include "replies.h"
 #include "stream.h"
 #include "ucx.h"
 #include "values.h"
@@ -169,6 +170,10 @@ KVC_EXPORT uint64_t kvc_stream_hash(const kvc_stream *stream) { return hash_end(
 // Values for a store, sent with their checksums. All behind `tail` in the state is the library's.
 KVC_EXPORT size_t kvc_values_nbytes(void) { return sizeof(kvc_values); }
 KVC_EXPORT int kvc_values_send(kvc_values *values) { return values_send(values, chosen()); }
+
+// Values from a store, received with their checksums. All behind `got` in the state is the library's.
+KVC_EXPORT size_t kvc_replies_nbytes(void) { return sizeof(kvc_replies); }
+KVC_EXPORT int kvc_replies_receive(kvc_replies *replies) { return replies_receive(replies, chosen()); }
 
 // The short ways of a channel, for the running Python, with its GIL held; see channel.h.
 #define CHANNEL_CALL(function, arguments, call) \

@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define KVC_ABI 10
+#define KVC_ABI 11
 #define KVC_CORRUPT (-1)
 #define KVC_SPACE (-2)
 #define KVC_OTHER (-3) // a section that the code without native kernels wrote, and only it reads

@@ -99,24 +99,30 @@ static uint64_t stream_add_trailer(kvc_stream *s, struct iovec *window, int *num
     return take;
 }
 
-// As recvmsg, which waits; but in the midst of a message it looks again for some microseconds first, while others may
-// run: the rest is often there sooner than a sleep and a wake-up take. `waited`: whether it waited in the kernel.
-static ssize_t stream_take(const kvc_stream *s, struct msghdr *message, int *waited) {
-    *waited = 0;
-    if (!(s->flags & MSG_DONTWAIT)) {
-        const long switches = look_switches();
-        const uint64_t start = look_now();
-        for (uint64_t last = start, now = start; last - start < STREAM_LOOK_NS && !look_crowded(now); now = look_yield()) {
-            const ssize_t got = recvmsg(s->fd, message, (s->flags & ~MSG_WAITALL) | MSG_DONTWAIT);
-            const int came = got >= 0 || errno != EAGAIN, error = errno;
-            look_away(now - last, now, came, switches);
-            errno = error;
-            if (came) return got;
-            last = now;
-        }
+// As recvmsg that does not wait, but looks again for some microseconds, while others may run: the rest of a message is often
+// there sooner than a sleep and a wake-up take.
+static ssize_t stream_look(int fd, struct msghdr *message, int flags) {
+    errno = EAGAIN;
+    if (flags & MSG_DONTWAIT) return -1;
+    const long switches = look_switches();
+    const uint64_t start = look_now();
+    for (uint64_t last = start, now = start; last - start < STREAM_LOOK_NS && !look_crowded(now); now = look_yield()) {
+        const ssize_t got = recvmsg(fd, message, (flags & ~MSG_WAITALL) | MSG_DONTWAIT);
+        const int came = got >= 0 || errno != EAGAIN, error = errno;
+        look_away(now - last, now, came, switches);
+        errno = error;
+        if (came) return got;
+        last = now;
     }
-    *waited = 1;
-    return recvmsg(s->fd, message, s->flags);
+    errno = EAGAIN;
+    return -1;
+}
+
+// As recvmsg, which waits, but in the midst of a message it looks first. `waited`: whether it waited in the kernel.
+static ssize_t stream_take(const kvc_stream *s, struct msghdr *message, int *waited) {
+    const ssize_t got = stream_look(s->fd, message, s->flags);
+    *waited = got < 0 && errno == EAGAIN;
+    return *waited ? recvmsg(s->fd, message, s->flags) : got;
 }
 
 // Move all parts as they are: one call of the system, if the kernel takes or has them all.

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvferry.store.remote.payload import Pieces, Received, Sink
+from kvferry.store.remote.payload import IncomingBlock, Pieces, Received, Sink
 
 __all__ = ["Answer", "Backend", "Done", "Get", "Listed", "Put"]
 
@@ -77,12 +77,15 @@ class Get(NamedTuple):
         most: Only so many bytes from its start, which are then its size; ``None``: all.
         expected: For a backend that :attr:`~Backend.moves_whole` values: makes views that take one of
             the size that most have, among them those of the sink, which is given it all the same.
+        sealed: For a backend that hashes what it receives by itself: a value of just the size of this
+            block it may take as a manifest, data and a checksum, and have that judged, in place of ``sink``.
     """
 
     name: str
     sink: Callable[[int], Sink]
     most: int | None = None
     expected: Callable[[], list[memoryview]] | None = None
+    sealed: IncomingBlock | None = None
 
 
 class Listed(NamedTuple):

@@ -63,6 +63,7 @@ _U64: Final = struct.Struct("<Q")
 _INLINE: Final = 1
 _HAS_PARENT: Final = 2
 _NO_KEY: Final = bytes(KEY_NBYTES)
+_NO_WRITE: Final = bytes(WRITE_ID_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class ManifestTemplate:
             _HEAD.pack(_MAGIC, FORMAT_VERSION, flags, rest, self.data_nbytes)
             for flags in (_INLINE, _INLINE | _HAS_PARENT)
         ]
-        self._inline_who = b"".join((self._fingerprint, self._namespace_id, tenant, bytes(WRITE_ID_NBYTES)))
+        self._inline_who = b"".join((self._fingerprint, self._namespace_id, tenant, _NO_WRITE))
         self._inline_end = _COUNTS.pack(len(self._spec), 0, 0, 0) + self._spec
 
     def build_inline(self, key: BlockKey, parent: BlockKey | None, position: int) -> bytes:
@@ -263,6 +264,17 @@ class ManifestTemplate:
             raise CorruptBlockError(f"its parent is {_name(found.parent)}, not {_name(parent)}")
         self._check_data(head, found)
         return found
+
+    def inline(self, whole: memoryview, key: BlockKey, parent: BlockKey | None) -> Manifest | None:
+        """As :meth:`check` of one that :meth:`build_inline` made, in less time; ``None``: it is none."""
+        found = bytes(whole)
+        at = HEAD_NBYTES + KEY_NBYTES
+        has_parent = found.startswith(self._inline_heads[True])
+        own = BlockKey(found[at : at + KEY_NBYTES]) if has_parent else None
+        (position,) = _POSITION.unpack_from(found, HEAD_NBYTES + _IDENTITY.size - _POSITION.size)
+        if parent not in (UNKNOWN_PARENT, own) or found != self.build_inline(key, own, position):
+            return None
+        return Manifest(own, position, self.data_nbytes, _NO_WRITE)
 
     def _check_spec(self, spec: bytes, fingerprint: bytes) -> None:
         if fingerprint != self._fingerprint:

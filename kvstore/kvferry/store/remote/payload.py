@@ -29,7 +29,16 @@ from kvferry.store.remote.manifest import (
 )
 from kvferry.store.tier import ReadOutcome
 
-__all__ = ["Decoding", "Received", "Sink", "receive_block", "receive_part", "send_block", "send_part"]
+__all__ = [
+    "Decoding",
+    "IncomingBlock",
+    "Received",
+    "Sink",
+    "receive_block",
+    "receive_part",
+    "send_block",
+    "send_part",
+]
 
 CHUNK_NBYTES: Final = 256 << 10
 _RUN_NBYTES: Final = 4 << 20  # hashed, and then sent by one call
@@ -121,6 +130,42 @@ def _receive_expected(
         yield [trailer]
     _compare(digest, _U64.unpack(trailer)[0], "the data's")
     return Received(ReadOutcome.HIT, "", found)
+
+
+class IncomingBlock(NamedTuple):
+    """A block that is read: where its data goes, and what it should be; see :func:`receive_block`."""
+
+    template: ManifestTemplate
+    key: BlockKey
+    parent: BlockKey | None
+    into: memoryview
+    decoding: Decoding
+
+    @property
+    def prefix_nbytes(self) -> int:
+        """Of the manifest in a value as large as most."""
+        return self.template.inline_nbytes
+
+    def sink(self, nbytes: int) -> Sink:
+        """See :func:`receive_block`."""
+        return receive_block(*self, nbytes)
+
+    def judge(self, manifest: memoryview, hashed: int, sent: int) -> Received:
+        """As the sink, of a value as large as most whose data lies in ``into``, hashed as it came."""
+        found = self.template.inline(manifest, self.key, self.parent)
+        if found is not None and hashed == sent:
+            return Received(ReadOutcome.HIT, "", found)
+        value = memoryview(b"".join((manifest, self.into, _U64.pack(sent))))
+        sink, at = self.sink(len(value)), 0
+        while True:
+            try:
+                views = next(sink)
+            except StopIteration as end:
+                received: Received = end.value
+                return received
+            for view in views:
+                view[:] = value[at : at + len(view)]
+                at += len(view)
 
 
 def _parse(template: ManifestTemplate, key: BlockKey, parent: BlockKey | None, value: memoryview) -> Received:

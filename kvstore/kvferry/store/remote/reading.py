@@ -14,7 +14,7 @@ from kvferry.store.remote.backend import Answer, Backend, Done, Get
 from kvferry.store.remote.home import Home
 from kvferry.store.remote.index import Held
 from kvferry.store.remote.manifest import CHECKSUM_NBYTES, Manifest
-from kvferry.store.remote.payload import Decoding, receive_block, receive_part
+from kvferry.store.remote.payload import Decoding, IncomingBlock, receive_part
 from kvferry.store.tier import BlockRead, ReadOutcome, ReadResult
 
 __all__ = ["BlockReads", "read_blocks"]
@@ -26,12 +26,14 @@ class BlockReads(NamedTuple):
     """What came of a batch.
 
     Attributes:
-        results: One a block.
+        names: One a block.
+        results: Likewise.
         broken: What lies there and is no block: it has to go. With its parts if one of them is gone.
         unfit: Names of blocks that have lost something, or cannot be decoded, with which of both it is.
         newer: Names of those that a later release wrote.
     """
 
+    names: list[str]
     results: list[ReadResult]
     broken: list[Held]
     unfit: list[tuple[str, bool]]
@@ -43,15 +45,11 @@ def read_blocks(
 ) -> BlockReads:
     """Read blocks straight into their buffers; those that are encoded by way of other memory."""
     any_loss, no_loss = (Decoding(codec, home.namespace.spec, deadline, takes) for takes in (True, False))
-    gets = [
-        Get(
-            home.name(b.key),
-            partial(
-                receive_block, home.template, b.key, b.parent, b.into, any_loss if b.takes_lossy else no_loss
-            ),
-        )
+    incoming = [
+        IncomingBlock(home.template, b.key, b.parent, b.into, any_loss if b.takes_lossy else no_loss)
         for b in blocks
     ]
+    gets = [Get(home.name(b.key), b.sink, sealed=None if codec.is_on else b) for b in incoming]
     if backend.moves_whole and not codec.is_on:
         gets = [
             get._replace(expected=partial(_whole_value, home, b.into))
@@ -65,7 +63,7 @@ def read_blocks(
     if not any(manifest is not None and manifest.encoding for manifest in given):  # nothing was decoded
         hits = sum(result.outcome is ReadOutcome.HIT for result in results)
         codec.carried("read", hits * home.template.data_nbytes, took)
-    found = BlockReads(results, [], [], [])
+    found = BlockReads([get.name for get in gets], results, [], [], [])
     split: list[tuple[int, Manifest]] = []
     for n, (answer, result) in enumerate(zip(answers, results, strict=True)):
         if result.outcome is ReadOutcome.CORRUPT:

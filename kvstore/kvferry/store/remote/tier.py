@@ -37,7 +37,7 @@ from kvferry.store.remote.options import (
     read_options,
     read_secret,
 )
-from kvferry.store.remote.reading import read_blocks
+from kvferry.store.remote.reading import BlockReads, read_blocks
 from kvferry.store.remote.removal import remove_blocks, unchanged
 from kvferry.store.remote.writing import BlockWriter
 from kvferry.store.tier import (
@@ -174,11 +174,8 @@ class RemoteTier(Tier, Generic[OptionsT]):
         if (why := self._why_not(deadline)) is not None:
             return [ReadResult(ReadOutcome.FAILED, why)] * len(blocks)
         found = read_blocks(self.backend, home, self.codec, blocks, deadline)
-        hits = [
-            home.name(b.key)
-            for b, r in zip(blocks, found.results, strict=True)
-            if r.outcome is ReadOutcome.HIT
-        ]
+        results = found.results
+        hits = [n for n, r in zip(found.names, results, strict=True) if r.outcome is ReadOutcome.HIT]
         self._index.used(list(reversed(hits)))  # heads of chains count as used last
         self._unfit.add([name for name, lossy in found.unfit if lossy])
         self._unfit.add([name for name, lossy in found.unfit if not lossy], for_all=True)
@@ -188,20 +185,23 @@ class RemoteTier(Tier, Generic[OptionsT]):
                 "blocks of a later release",
                 f"{len(found.newer)} are misses here and left alone; upgrade this node",
             )
-        there = {name for name, _ in found.unfit} | set(
-            found.newer
-        )  # of use to others: a miss here, and never removed
-        for block, result in zip(blocks, found.results, strict=True):
-            if result.outcome is ReadOutcome.MISS and home.name(block.key) not in there:
-                self._index.forget(home.name(block.key))
-            elif result.outcome is ReadOutcome.CORRUPT:
-                self._problems.incident("corrupt block", f"{home.name(block.key)}: {result.reason}")
+        if len(hits) < len(blocks):
+            self._note_lost(found)
         if found.broken:
             broken = unchanged(self.backend, self.names, found.broken, deadline)
             broken = [self._index.forget(held.name) or held for held in broken]
             remove_blocks(self.backend, self.names, broken, deadline)
         self._count(READ_COUNTERS[result.outcome] for result in found.results)
         return found.results
+
+    def _note_lost(self, found: BlockReads) -> None:
+        # of use to others: a miss here, and never removed
+        there = {name for name, _ in found.unfit} | set(found.newer)
+        for name, result in zip(found.names, found.results, strict=True):
+            if result.outcome is ReadOutcome.MISS and name not in there:
+                self._index.forget(name)
+            elif result.outcome is ReadOutcome.CORRUPT:
+                self._problems.incident("corrupt block", f"{name}: {result.reason}")
 
     def write(
         self, namespace: TierNamespace, blocks: Sequence[BlockWrite], *, deadline: float

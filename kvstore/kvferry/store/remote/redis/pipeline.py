@@ -10,7 +10,7 @@ from typing import Final
 from kvferry.core.clock import is_past
 from kvferry.core.errors import KVFerryError, ProtocolError, TransportError
 from kvferry.store.remote.backend import Answer, Done
-from kvferry.store.remote.redis.requests import Request, Write
+from kvferry.store.remote.redis.requests import Read, Request, Write
 from kvferry.store.remote.redis.resp import ReplyError, command
 from kvferry.store.remote.redis.server import Lane, Server
 
@@ -23,8 +23,10 @@ _AHEAD_REQUESTS: Final = 256
 _AHEAD_NBYTES: Final = 64 << 20
 _FIRST_NBYTES: Final = 32 << 10  # the server begins
 _JOIN_NBYTES: Final = 512 << 10  # then it does not sleep between two calls, and each is paid for by more
+_FIRST_READS: Final = 4
 _MOST_PIECES: Final = 512
 _VALUES_NBYTES: Final = 1 << 20  # in one call; the store is at work on them while the next ones are made
+_TAKEN_NBYTES: Final = 1 << 20  # in one call; more come while they are judged
 _LEAST_LIMIT_NBYTES: Final = 1 << 20
 _ASKING: Final = command(b"ASKING")
 _STOP: Final = frozenset({"OOM"})
@@ -129,7 +131,8 @@ def _exchange(
         _send_values(lane, server, group, end, deadline)
     else:
         _send_pieces(lane, server, group, deadline, asking=asking)
-    for request in group:
+    taken = 0 if asking else _take_values(lane, server, group, outcomes, deadline)
+    for request in group[taken:]:
         if not asking and (answer := request.at_hand(lane.reader)) is not None:
             outcomes.append(answer)
             continue
@@ -147,11 +150,30 @@ def _exchange(
     return stops
 
 
+def _take_values(
+    lane: Lane, server: Server, group: Sequence[Request], outcomes: list[Outcome], deadline: float
+) -> int:
+    """Take values that the connection hashes, up to the first one that is not as most; how many."""
+    reads = [request for request in group if isinstance(request, Read)]
+    form = reads[0].form if len(reads) == len(group) else None
+    if form is None or not lane.reader.fits(form) or any(read.form != form for read in reads):
+        return 0
+    step = max(1, _TAKEN_NBYTES // form.nbytes)
+    for at in range(0, len(reads), step):
+        some = reads[at : at + step]
+        taken = lane.reader.values(form, [read.into for read in some], server.request_deadline(deadline))
+        outcomes += [read.taken(value) for read, value in zip(some, taken, strict=False)]
+        if len(taken) < len(some):
+            return at + len(taken)
+    return len(group)
+
+
 def _send_pieces(
     lane: Lane, server: Server, group: Sequence[Request], deadline: float, *, asking: bool
 ) -> None:
     waiting: list[memoryview | bytes] = []
     nbytes, enough, last = 0, _FIRST_NBYTES, group[-1]
+    most = _FIRST_READS if isinstance(group[0], Read) else _MOST_PIECES
     for request in group:
         until = 0.0
         if asking:
@@ -159,10 +181,10 @@ def _send_pieces(
         for pieces in request.pieces(last=request is last):
             waiting += pieces
             nbytes += sum(map(len, pieces))
-            if nbytes >= enough or len(waiting) >= _MOST_PIECES:
+            if nbytes >= enough or len(waiting) >= most:
                 until = until or server.request_deadline(deadline)
                 lane.connection.send(waiting, until)
-                waiting, nbytes, enough = [], 0, _JOIN_NBYTES
+                waiting, nbytes, enough, most = [], 0, _JOIN_NBYTES, _MOST_PIECES
     if waiting:
         lane.connection.send(waiting, server.request_deadline(deadline))
 

@@ -11,6 +11,8 @@ from kvferry.core.errors import ProtocolError
 from kvferry.store.remote.backend import Answer, Done, Get, Put
 from kvferry.store.remote.payload import Pieces, Received
 from kvferry.store.remote.redis.resp import MISSING, ReplyReader, command
+from kvferry.transports.hashed import HASH_NBYTES
+from kvferry.transports.replies import Form, Taken
 from kvferry.transports.values import Value
 
 __all__ = ["Exists", "Plain", "Read", "Request", "Write"]
@@ -73,12 +75,31 @@ class Read(Request):
         self.name = get.name
         self._get = get
 
+    @property
+    def form(self) -> Form | None:
+        """Of the values that are as most, if :meth:`taken` knows what to do with one; else ``None``."""
+        sealed = self._get.sealed
+        if sealed is None or not len(sealed.into) or self._get.most is not None:
+            return None
+        return _form(sealed.prefix_nbytes, len(sealed.into))
+
+    @property
+    def into(self) -> memoryview:
+        """What the data of such a value fills."""
+        assert self._get.sealed is not None
+        return self._get.sealed.into
+
+    def taken(self, value: Taken) -> Answer:
+        """The answer for such a value, which was received by who hashes the data."""
+        assert self._get.sealed is not None
+        return Answer(Done.OK, "", self._get.sealed.judge(*value))
+
     def pieces(self, *, last: bool) -> Iterator[Pieces]:
         """See :class:`Request`."""
         del last
         name, most = self.name.encode(), self._get.most
         if most is None:
-            yield [command(b"GET", name)]
+            yield [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)]
         else:
             yield [command(b"GETRANGE", name, b"0", b"%d" % (most - 1))]
 
@@ -162,6 +183,11 @@ class Write(Request):
         if reader.skips(_STORED, deadline):
             return _OK
         return _NO if reader.read(deadline) is None else _OK
+
+
+@functools.lru_cache(64)
+def _form(prefix_nbytes: int, nbytes: int) -> Form:
+    return Form(b"$%d\r\n" % (prefix_nbytes + nbytes + HASH_NBYTES), prefix_nbytes, nbytes)
 
 
 @functools.lru_cache(64)

@@ -12,6 +12,8 @@ from typing import Final, TypeAlias
 
 from kvferry.core.errors import ProtocolError, TierError
 from kvferry.transports.base import Connection
+from kvferry.transports.hashed_socket import HashedSocketConnection
+from kvferry.transports.replies import Ahead, Form, Taken
 from kvferry.transports.spin import Look
 
 __all__ = ["MISSING", "Reply", "ReplyError", "ReplyReader", "command"]
@@ -140,6 +142,35 @@ class ReplyReader:
     def value(self, views: Sequence[memoryview], deadline: float, *, last: bool = False) -> None:
         """The next bytes of the value into ``views``; the ``last``, and then there is no :meth:`end`."""
         self._fill([*views, self._line_end] if last else views, deadline)
+
+    def values(self, form: Form, views: Sequence[memoryview], deadline: float) -> list[Taken]:
+        """The next values, as long as they are of ``form``, the data of each into one of ``views``.
+
+        For a connection that :attr:`~HashedSocketConnection.receives_values`. Raises as that.
+        """
+        connection = self._connection
+        assert isinstance(connection, HashedSocketConnection)
+        start, waits, looked = time.monotonic(), self._at == self._end, False
+        if waits:
+            looked = self._look.look(self._is_there, start, deadline)
+        ahead = Ahead(self._buffer, self._at, self._end)
+        try:
+            return connection.recv_values(form, views, ahead, deadline)
+        finally:
+            self._at, self._end = ahead.at, ahead.end
+            if ahead.moved:
+                self.received = True
+                if waits:
+                    self._look.waited(ahead.came - start, looked=looked)
+
+    def fits(self, form: Form) -> bool:
+        """Whether :meth:`values` can be called."""
+        connection = self._connection
+        return (
+            isinstance(connection, HashedSocketConnection)
+            and connection.receives_values
+            and len(form.start) + form.prefix_nbytes <= _BUFFER_NBYTES
+        )
 
     def end(self, unread_nbytes: int, deadline: float) -> None:
         """Leave the rest of the value."""
