@@ -31,6 +31,7 @@ from kvferry.core.nearest import shown
 from kvferry.core.paged_copy import BlockCopier
 from kvferry.core.runtime_folder import DAEMON_PORT, daemon_socket
 from kvferry.core.spec import KeyScope, KVSpec
+from kvferry.core.values import require_text
 from kvferry.wire import daemon_messages as d
 
 __all__ = ["Client", "default_url"]
@@ -84,6 +85,8 @@ class Client:
         self, url: str | None = None, options: ClientOptions = _DEFAULT_OPTIONS, *, session: str = "",
         copiers: Mapping[str, BlockCopier] | None = None,
     ) -> None:  # fmt: skip
+        if url is not None:
+            require_text("url", url)
         if not isinstance(options, ClientOptions):
             raise ConfigError(f"options is {options!r}, must be ClientOptions")
         if session:
@@ -125,7 +128,13 @@ class Client:
 
         A daemon that understands the spec otherwise refuses it there (:class:`SpecMismatchError`). One that
         is too old to leave out what has lost something gives nothing, unless ``takes_lossy``.
+
+        Raises:
+            ConfigError: If the spec or the scope is none.
         """
+        for name, given, kind in (("spec", spec, KVSpec), ("scope", scope, KeyScope)):
+            if not isinstance(given, kind):
+                raise ConfigError(f"{name} is {shown(given)}, must be a {kind.__name__}")
         return ClientNamespace(self, spec, scope, takes_lossy=takes_lossy)
 
     def find_lease(self, lease_id: str) -> ClientReadLease | ClientWriteLease | None:

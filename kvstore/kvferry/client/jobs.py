@@ -102,9 +102,11 @@ class Job(ABC):
             the blocks are used otherwise.
 
         Raises:
+            ConfigError: For a deadline that is none.
             IndexError: If there is no such layer.
         """
         self._require_layer(layer)
+        deadline = checked_deadline(deadline)
         with self._cond:
             while layer not in self._layers_done and not self._over and time.monotonic() < deadline:
                 self._cond.wait(time_left(deadline))
@@ -117,6 +119,7 @@ class Job(ABC):
 
     def wait(self, *, deadline: float) -> bool:
         """Wait until it is over; whether it is."""
+        deadline = checked_deadline(deadline)
         with self._cond:
             while not self._over and time.monotonic() < deadline:
                 self._cond.wait(time_left(deadline))
@@ -181,7 +184,7 @@ class Job(ABC):
         """Called once, by who claimed it, with nothing under way."""
         try:
             self._give_up_lease()
-        except Exception:  # of a store of others: the job is over all the same
+        except BaseException:
             log.warning("%r: giving back its lease", self, exc_info=True)
         with self._cond:  # who waits for the end, or for there being no jobs, finds its completion
             self._pieces.clear()

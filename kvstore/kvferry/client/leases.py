@@ -39,6 +39,7 @@ class _ClientLease:
         number: What the daemon knows it by.
         expires_at: On this process's clock, not later than the daemon's own end of it.
         lossy: Numbers of the blocks that have lost something.
+        namespace_id: Of their namespace; empty where it is not known (found by its id).
     """
 
     kind = ""
@@ -46,10 +47,10 @@ class _ClientLease:
     def __init__(
         self, link: Link, spec: KVSpec, keys: tuple[BlockKey, ...], *, number: int = 0, epoch: str = "",
         blocks: Blocks | None = None, expires_at: float = _NEVER, found: bool = False,
-        lossy: Iterable[int] | msgspec.UnsetType = msgspec.UNSET,
+        lossy: Iterable[int] | msgspec.UnsetType = msgspec.UNSET, namespace_id: bytes = b"",
     ) -> None:  # fmt: skip
         self._link = link
-        self.spec = spec
+        self.spec, self.namespace_id = spec, namespace_id
         self.keys = keys
         self.number = number
         self.epoch = epoch

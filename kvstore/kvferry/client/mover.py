@@ -14,8 +14,9 @@ from kvferry.client.load_job import LoadJob
 from kvferry.client.registration import Registration
 from kvferry.core.blockstore import Completion, Namespace
 from kvferry.core.clock import deadline_in, time_left
-from kvferry.core.errors import KVFerryError, RequestCancelledError, StoreError
+from kvferry.core.errors import ConfigError, KVFerryError, RequestCancelledError, StoreError
 from kvferry.core.head_shards import HeadShard
+from kvferry.core.nearest import shown
 from kvferry.core.paged_copy import BlockCopier, HostCopier
 from kvferry.core.regions import Region, RegionPlan
 
@@ -70,6 +71,9 @@ class BlockMover:
             ConfigError: As :class:`RegionPlan`, and if nothing here copies on that kind of device.
             StoreError: If it is closed.
         """
+        for number, region in enumerate(regions):
+            if not isinstance(region, Region):
+                raise ConfigError(f"region {number} is {shown(region)}, must be a Region, as of Region.of()")
         plan = RegionPlan(namespace.spec, regions, shard=shard)
         if plan.device not in self._copiers:
             known = ", ".join(self._copiers)

@@ -156,6 +156,7 @@ class ClientNamespace:
         return ClientReadLease(
             self._link, self.spec, tuple(keys[: answer.blocks]), number=request.lease, epoch=line.epoch,
             blocks=blocks, expires_at=line.local(answer.expires_at), lossy=self._told_lossy(line, answer),
+            namespace_id=self.namespace_id,
         )  # fmt: skip
 
     def _may_read(self, opened: d.NamespaceOpened) -> bool:

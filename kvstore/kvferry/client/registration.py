@@ -155,6 +155,12 @@ class Registration:
             raise ConfigError(
                 f"load {job!r}: the lease has blocks of {spec!r}, these pages are for {self.namespace.spec!r}"
             )
+        space, own = getattr(lease, "namespace_id", b""), getattr(self.namespace, "namespace_id", b"")
+        if space and own and space != own:
+            raise ConfigError(
+                f"load {job!r}: the lease is of namespace {space.hex()[:16]}…, these pages are for "
+                f"{own.hex()[:16]}… (the same spec in another scope)"
+            )
 
     def _take(self, job: Job) -> None:
         self._jobs.add(job)

@@ -19,6 +19,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.head_shards import HeadShard, SharedHeads
 from kvferry.core.nearest import did_you_mean
 from kvferry.core.spec import DType, KVSpec, TensorSlot, TensorSpec
+from kvferry.core.values import require_whole
 
 __all__ = ["LAYOUTS", "Part", "Region", "RegionPlan"]
 
@@ -79,9 +80,10 @@ class Region:
         Views are welcome: only the shape and the strides count.
 
         Raises:
-            ConfigError: If it is read-only.
+            ConfigError: If it is read-only, or ``layer`` is no number.
             TypeError: If it is none of these.
         """
+        require_whole("layer", layer)
         common: dict[str, Any] = {"layer": layer, "layout": layout, "tensor": tensor, "owner": array}
         if hasattr(array, "data_ptr"):  # torch, which need not be imported for this
             item = int(array.element_size())

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.client import AsyncClient, Client, ClientOptions
 from kvferry.core.clock import deadline_in
 from kvferry.core.errors import ConfigError, StoreError
+from kvferry.core.regions import Region
+from kvferry.core.spec import KeyScope
 from kvferry.daemon import Daemon
 from kvferry.testing.blocks import save_blocks, small_spec
 from kvferry.testing.paged_engine import LAYERS, SPEC, Setting, finished
@@ -48,6 +51,11 @@ def test_a_load_takes_a_read_lease_of_its_spec_alone(setting: Make) -> None:
         assert len(lease) == 1
         with pytest.raises(ConfigError, match=r"has blocks of .*'other'.*, these pages are for"):
             load("l", lease, [1], deadline=by)
+    scoped = s.client.namespace(SPEC, KeyScope(adapter="a"))
+    keys = scoped.keys([7] * SPEC.block_tokens)
+    save_blocks(scoped, keys)
+    with scoped.load(keys, deadline=by) as lease, pytest.raises(ConfigError, match="another scope"):
+        load("l", lease, [1], deadline=by)
     _still_moves(s)
     s.leases_end()
 
@@ -72,7 +80,11 @@ def test_whatever_an_event_or_a_store_raises_ends_its_job_alone(
     assert "KeyboardInterrupt" in str(save.error)
     save_blocks(s.namespace, keys)
     lease = s.namespace.load(keys, deadline=deadline_in(20))
-    monkeypatch.setattr(lease, "release", lambda: 1 / 0)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lease, "release", interrupted)
     job = s.registration.load("l", lease, [1, 2], deadline=deadline_in(20))
     assert finished(job)
     monkeypatch.undo()
@@ -110,6 +122,20 @@ def test_arguments_of_jobs_are_named(setting: Make) -> None:
             load("l", lease, **{"block_ids": [1, 2], "deadline": by, **given})
     assert finished(load("l", lease, [1, 2], deadline=by)), "it stayed the caller's"
     s.leases_end()
+
+
+def test_what_a_client_is_made_from_and_registers(setting: Make) -> None:
+    s, given = setting(), np.zeros((2, 4096), np.uint8)
+    wrong: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
+        (Client, (5,), "url is 5, must be text"),
+        (s.client.namespace, (None,), "spec is None, must be a KVSpec"),
+        (s.client.namespace, (SPEC, "salt"), "scope is 'salt', must be a KeyScope"),
+        (s.client.mover.register, (s.namespace, [5]), "region 0 is 5, must be a Region"),
+        (lambda: Region.of(given, layer="x", layout="NB"), (), "layer is 'x'"),  # type: ignore[arg-type]
+    ]
+    for call, args, told in wrong:
+        with pytest.raises(ConfigError, match=told):
+            call(*args)
 
 
 @pytest.mark.parametrize("lease_id", ["zz", "", "-1", " 1", "1" * 17, 5, None])
