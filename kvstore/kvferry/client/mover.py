@@ -200,9 +200,6 @@ class BlockMover:
         for job in jobs:
             try:
                 wait = job.step(now)
-            except KVFerryError as error:
-                job.fail(error)
-                wait = 0.0
             except BaseException as error:  # noqa: BLE001 - thread root: whatever an engine's event raises
                 self._failed(job, error)
                 wait = 0.0
@@ -225,6 +222,8 @@ class BlockMover:
                 self._failed(job, error)
 
     def _failed(self, job: Job, error: BaseException) -> None:
-        """End a job by an error that nobody expected; the threads go on for the others."""
-        log.warning("%r failed", job, exc_info=error)
-        job.fail(StoreError(f"{job!r}: {error!r}"))
+        """End a job by an error; one that nobody expected is logged. The threads go on for the others."""
+        if not isinstance(error, KVFerryError):
+            log.warning("%r failed", job, exc_info=error)
+            error = StoreError(f"{job!r}: {error!r}")
+        job.fail(error)

@@ -85,23 +85,16 @@ class SaveJob(Job):
             return
         namespace = self.registration.namespace
         limit = min(self.deadline, time.monotonic() + _RESERVE_S)
-        try:
-            lease = namespace.reserve(self._keys, parent=self._parent, deadline=limit)
-        except KVFerryError as error:
-            self.fail(error)
-            return
+        lease = namespace.reserve(self._keys, parent=self._parent, deadline=limit)
         try:
             places = dict(zip(self._keys, self.block_ids, strict=True))
             lease.mark_lossy(range(len(lease)) if self._lossy else ())
             views = [lease.view(index) for index in range(len(lease))]
             pages = [places[key] for key in lease.keys]
             transfer = Transfer(self.registration.plan, pages, views, to_pages=False)
-        except BaseException as error:
+        except BaseException:
             lease.abort()
-            if not isinstance(error, KVFerryError):
-                raise
-            self.fail(error)
-            return
+            raise
         with self._cond:
             late = self._over or self._ending
             if not late:
