@@ -166,5 +166,5 @@ def test_it_ends_when_it_is_closed_here(pair: Pair) -> None:
 
 
 def test_without_the_library_there_is_no_such_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies_module, "_functions", lambda: None)
+    monkeypatch.setattr(replies_module, "native_call", lambda *_: None)
     assert replies_module.reply_stream() is None

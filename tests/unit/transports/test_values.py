@@ -121,5 +121,5 @@ def test_it_ends_when_it_is_closed_here(pair: Pair) -> None:
 
 
 def test_without_the_library_there_is_no_such_way(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
-    monkeypatch.setattr(values_module, "_functions", lambda: None)
+    monkeypatch.setattr(values_module, "native_call", lambda *_: None)
     assert values_module.value_stream() is None

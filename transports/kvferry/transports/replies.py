@@ -7,14 +7,13 @@ The first one of another form is left to the caller, with what was taken ahead o
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvferry.core.buffers import address_of, addresses_of
-from kvferry.core.native import native
+from kvferry.transports.native_calls import NativeCall, native_call
 
 __all__ = ["Ahead", "Form", "ReplyStream", "Taken", "reply_stream"]
 
@@ -54,25 +53,10 @@ class Ahead:
         self.moved, self.came = 0, 0.0
 
 
-class _Functions(NamedTuple):
-    receive: Any
-    state_nbytes: int
-
-
-@functools.lru_cache(1)
-def _functions() -> _Functions | None:
-    library = native().library
-    if library is None:
-        return None
-    library.kvc_replies_receive.argtypes = (ctypes.c_void_p,)
-    library.kvc_replies_nbytes.restype = ctypes.c_size_t
-    return _Functions(library.kvc_replies_receive, int(library.kvc_replies_nbytes()))
-
-
 def reply_stream() -> ReplyStream | None:
     """For one connection; ``None`` where the library is not."""
-    functions = _functions()
-    return None if functions is None else ReplyStream(functions)
+    call = native_call("replies", "receive")
+    return None if call is None else ReplyStream(call)
 
 
 class ReplyStream:
@@ -85,9 +69,9 @@ class ReplyStream:
     OTHER: Final = -5
     """The next one is of another form."""
 
-    def __init__(self, functions: _Functions) -> None:
-        self._functions = functions
-        self._state = ctypes.create_string_buffer(functions.state_nbytes)
+    def __init__(self, call: NativeCall) -> None:
+        self._call = call.function
+        self._state = ctypes.create_string_buffer(call.state_nbytes)
         self._address = ctypes.addressof(self._state)
         self._places = array("Q")
         self._prefixes = memoryview(b"")
@@ -124,7 +108,7 @@ class ReplyStream:
         return self._run(ahead)
 
     def _run(self, ahead: Ahead) -> int:
-        code = int(self._functions.receive(self._address))
+        code = int(self._call(self._address))
         ahead.at, ahead.end = _TWO.unpack_from(self._state, _AHEAD_AT)
         ahead.moved, came = _TWO.unpack_from(self._state, _MOVED_AT)
         ahead.came = came / 1e9

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import functools
 import os
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvferry.core.buffers import address_of, addresses_of
-from kvferry.core.native import native
+from kvferry.transports.native_calls import NativeCall, native_call
 
 __all__ = ["Value", "ValueStream", "value_stream"]
 
@@ -40,25 +39,10 @@ class Value(NamedTuple):
     data: memoryview
 
 
-class _Functions(NamedTuple):
-    send: Any
-    state_nbytes: int
-
-
-@functools.lru_cache(1)
-def _functions() -> _Functions | None:
-    library = native().library
-    if library is None:
-        return None
-    library.kvc_values_send.argtypes = (ctypes.c_void_p,)
-    library.kvc_values_nbytes.restype = ctypes.c_size_t
-    return _Functions(library.kvc_values_send, int(library.kvc_values_nbytes()))
-
-
 def value_stream() -> ValueStream | None:
     """For one connection; ``None`` where the library is not."""
-    functions = _functions()
-    return None if functions is None else ValueStream(functions)
+    call = native_call("values", "send")
+    return None if call is None else ValueStream(call)
 
 
 class ValueStream:
@@ -68,9 +52,9 @@ class ValueStream:
     What is sent must live until all is done; see :attr:`lent` for how long it must not change.
     """
 
-    def __init__(self, functions: _Functions) -> None:
-        self._functions = functions
-        self._state = ctypes.create_string_buffer(functions.state_nbytes)
+    def __init__(self, call: NativeCall) -> None:
+        self._call = call.function
+        self._state = ctypes.create_string_buffer(call.state_nbytes)
         self._address = ctypes.addressof(self._state)
         self._pipe: tuple[int, int] | None = None  # made when first used
         self._held: tuple[object, ...] = ()
@@ -96,12 +80,12 @@ class ValueStream:
         _STATE.pack_into(
             self._state, 0, where, len(values), ends, len(end), until, fd, flags, *pipe, *(0,) * 10
         )
-        return int(self._functions.send(self._address))
+        return int(self._call(self._address))
 
     def go_on(self, until: float) -> int:
         """Do the rest."""
         _DOUBLE.pack_into(self._state, _UNTIL_AT, until)
-        return int(self._functions.send(self._address))
+        return int(self._call(self._address))
 
     @property
     def lent(self) -> int:
